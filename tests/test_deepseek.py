@@ -102,7 +102,7 @@ def loss_and_gradients(layers: ByLayer, case: str):
     return jax.value_and_grad(lambda params: mean_loss(layers.logits(params, tokens), labels))
 
 
-@pytest.mark.parametrize("case", quick_at([(case,) for case in CASES], 2))
+@pytest.mark.parametrize("case", quick_at([(case,) for case in CASES], 5))
 def test_logits_are_those_of_transformers(in_float64, case):  # noqa: F811
     layers = ByLayer(model_of(case))
     found = layers.logits(params_of(layers, case), jnp.asarray(REFERENCE[f"{case}/tokens"]))
@@ -152,7 +152,8 @@ def test_steps_of_adamw_are_those_of_torch(in_float64, case):  # noqa: F811
     assert_close(np.asarray(losses), REFERENCE[f"{case}/losses"], "losses of steps", GROWN)
 
 
-@pytest.mark.parametrize("case", quick_at([(case,) for case in CASES], 0))
+@pytest.mark.full
+@pytest.mark.parametrize("case", CASES)
 def test_answers_are_those_of_transformers(in_float64, case):  # noqa: F811
     """Token by token with a cache of latents; behind padding, which is not seen."""
     layers = ByLayer(model_of(case))
@@ -179,7 +180,7 @@ def written(folder: Path, case: str, weights: dict[str, np.ndarray], **changes) 
     return folder
 
 
-@pytest.mark.parametrize("case", quick_at([(case,) for case in CASES], 1, 3, 6))
+@pytest.mark.parametrize("case", quick_at([(case,) for case in CASES], 5))
 def test_models_come_out_as_they_went_in(tmp_path, case):
     """To the bit, from files with a tensor for each expert and of all; the same config.json."""
     weights = stored(case, "weight")
@@ -451,7 +452,8 @@ def test_trains_alike_under_every_placement(tmp_path):
         assert in_files.train(batches) == losses
 
 
-@pytest.mark.parametrize("case", quick_at([("glm",), ("v2_lite",)], 0))
+@pytest.mark.full
+@pytest.mark.parametrize("case", ("glm", "v2_lite"))
 def test_documents_in_a_row_are_computed_as_alone(in_float64, case):  # noqa: F811
     """Also a document of one token."""
     layers = ByLayer(model_of(case))

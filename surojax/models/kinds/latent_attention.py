@@ -19,7 +19,7 @@ a query and a key, n those that do not rotate, r those that do, v channels of a 
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -36,6 +36,13 @@ from surojax.models.recompute import recomputed
 from surojax.parallel import context
 
 EPS = 1e-6  # of both inner norms
+
+
+class Latents(NamedTuple):
+    """The numbers of tokens that keys and values are expanded from: latents `[B, T, L]`, rotated keys `[B, T, r]`."""
+
+    latent: jax.Array
+    key: jax.Array
 
 
 class LatentAttention(Mixer):
@@ -96,8 +103,8 @@ class LatentAttention(Mixer):
 
     def project(
         self, x_BSD: jax.Array, ops: Operations, norm: Callable | None, first: jax.Array | int
-    ) -> tuple[jax.Array, Earlier]:
-        """Computes queries `[B, S, H, h]`, latents `[B, S, L]` and rotated keys `[B, S, r]` of x or norm(x).
+    ) -> tuple[jax.Array, Latents]:
+        """Computes queries `[B, S, H, h]` and the latents of x or norm(x).
 
         first: index of the first token in its row.
         """
@@ -114,11 +121,11 @@ class LatentAttention(Mixer):
             rotating = map(pairs_as_halves, rotating)
         q_BSHr, k_BS1r = ops.rotate(*rotating, first, *c.rotary(ops.variant))
         q_BSHh = jnp.concatenate([q_BSHh[..., : c.qk_nope_head_dim], q_BSHr], axis=-1)
-        return q_BSHh, Earlier(latent_BSL, k_BS1r[:, :, 0])
+        return q_BSHh, Latents(latent_BSL, k_BS1r[:, :, 0])
 
     def earlier(self, x_BSD: jax.Array, ops: Operations, norm: Callable | None, first: int) -> Earlier:
-        """Latents and rotated keys of a chunk x or norm(x), which later chunks attend to."""
-        return of_all_tokens(self.project(x_BSD, ops, norm, first)[1])
+        """The `Latents` of a chunk x or norm(x), which later chunks attend to."""
+        return Earlier(*of_all_tokens(self.project(x_BSD, ops, norm, first)[1]))
 
     def __call__(
         self, x_BSD: jax.Array, ops: Operations, norm: Callable | None = None, cache: Cache | Earlier | None = None
@@ -129,13 +136,13 @@ class LatentAttention(Mixer):
             y_BSHv, cache = self.attend_cached(q_BSHh, own, cache, ops)
         elif isinstance(cache, Earlier):
             own = of_all_tokens(own)
-            y_BSHv = self.attend(q_BSHh, Earlier(*cache.with_own(*own)), ops)
-            cache = own
+            y_BSHv = self.attend(q_BSHh, Latents(*cache.with_own(*own)), ops)
+            cache = Earlier(*own)
         else:
             y_BSHv = self.attend(q_BSHh, own, ops, gathers=True)
         return ops.linear(y_BSHv.reshape(*y_BSHv.shape[:2], -1), projection(self, "wo", "bo")), cache
 
-    def attend(self, q_BSHh: jax.Array, known: Earlier, ops: Operations, *, gathers: bool = False) -> jax.Array:
+    def attend(self, q_BSHh: jax.Array, known: Latents, ops: Operations, *, gathers: bool = False) -> jax.Array:
         """Attention `[B, S, H, v]` to keys and values that are expanded here, and again in the backward pass.
 
         gathers: `known` are of this GPU's tokens, where the GPUs of `cp` divide the sequence. Each GPU has whole
@@ -143,7 +150,7 @@ class LatentAttention(Mixer):
         """
         kv_b = projection(self, "wkv_b")
 
-        def attended(q_BSHh, known):
+        def attended(q_BSHh: jax.Array, known: Latents):
             known = of_all_tokens(known) if gathers else known
             is_divided = context.is_divided()
             (q_BSHh,) = context.scatter_heads(q_BSHh) if is_divided else (q_BSHh,)
@@ -154,7 +161,7 @@ class LatentAttention(Mixer):
 
         return recomputed(attended)(q_BSHh, known)
 
-    def expand(self, known: Earlier, ops: Operations, kv_b: Projection) -> tuple[jax.Array, jax.Array]:
+    def expand(self, known: Latents, ops: Operations, kv_b: Projection) -> tuple[jax.Array, jax.Array]:
         """Computes keys `[B, T, H, h]` and values `[B, T, H, v]`."""
         latent_BTL, k_BTr = known
         B, T, _ = latent_BTL.shape
@@ -163,30 +170,29 @@ class LatentAttention(Mixer):
         k_BTHr = jnp.broadcast_to(k_BTr[:, :, None], (*kv_BTHx.shape[:3], k_BTr.shape[-1]))
         return jnp.concatenate([kv_BTHx[..., :n], k_BTHr], axis=-1), kv_BTHx[..., n:]
 
-    def attend_cached(self, q_BSHh: jax.Array, own: Earlier, cache: Cache, ops: Operations) -> tuple[jax.Array, Cache]:
+    def attend_cached(self, q_BSHh: jax.Array, own: Latents, cache: Cache, ops: Operations) -> tuple[jax.Array, Cache]:
         """Returns (attention `[B, S, H, v]` to the cache's positions and its own, the extended cache), by XLA.
 
         The way with fewer operations: the cache's latents are expanded, or one head of L + r channels, which all
         queries share, has them as keys and as values.
         """
-        latent_BTL, k_BTr = state = tuple(
-            jax.lax.dynamic_update_slice_in_dim(kept, new, cache.start, 1)
-            for kept, new in zip(cache.state, own, strict=True)
-        )
+        pairs = zip(cache.state, own, strict=True)
+        state = Latents(*(jax.lax.dynamic_update_slice_in_dim(kept, new, cache.start, 1) for kept, new in pairs))
+        latent_BTL, k_BTr = state
         c = self.config
         S, T, n = q_BSHh.shape[1], latent_BTL.shape[1], c.qk_nope_head_dim
         kv_b = projection(self, "wkv_b")
         places: Any = {"start": cache.start, "starts": ops.starts, "scale": self.scale, "implementation": "xla"}
         per_pair = 2 * c.kv_lora_rank + c.qk_rope_head_dim - self.channels - c.v_head_dim
         if S * T * per_pair > (T - S) * c.kv_lora_rank * self.expanded:
-            y_BSHv = attend(q_BSHh, *self.expand(Earlier(latent_BTL, k_BTr), ops, kv_b), **places)
-            return y_BSHv, cache._replace(state=state)
+            y_BSHv = attend(q_BSHh, *self.expand(state, ops, kv_b), **places)
+            return y_BSHv, cache._replace(state=tuple(state))
         w_HxL = self.expansion(ops, kv_b)
         q_BSHL = jnp.einsum("BSHn,HnL->BSHL", q_BSHh[..., :n], w_HxL[:, :n])
         q_BSHx = jnp.concatenate([q_BSHL, q_BSHh[..., n:]], axis=-1)
         k_BT1x = jnp.concatenate([latent_BTL, k_BTr], axis=-1)[:, :, None]
         mixed_BSHL = attend(q_BSHx, k_BT1x, latent_BTL[:, :, None], **places)
-        return jnp.einsum("BSHL,HvL->BSHv", mixed_BSHL, w_HxL[:, n:]), cache._replace(state=state)
+        return jnp.einsum("BSHL,HvL->BSHv", mixed_BSHL, w_HxL[:, n:]), cache._replace(state=tuple(state))
 
     def expansion(self, ops: Operations, kv_b: Projection) -> jax.Array:
         """The matrix that expands latents, with its adapter, `[H, n + v, L]`."""
@@ -307,9 +313,9 @@ def pairs_as_halves(x: jax.Array) -> jax.Array:
     return x.reshape(*lead, r // 2, 2).swapaxes(-1, -2).reshape(x.shape)
 
 
-def of_all_tokens(known: Earlier) -> Earlier:
-    """Gathers latents and keys of the whole sequence, or of a whole chunk, from the GPUs of `cp`."""
-    return Earlier(*(context.gather_tokens(x) for x in known)) if context.is_divided() else known
+def of_all_tokens(known: Latents) -> Latents:
+    """Gathers those of the whole sequence, or of a whole chunk, from the GPUs of `cp`."""
+    return Latents(*(context.gather_tokens(x) for x in known)) if context.is_divided() else known
 
 
 def of_own_heads(kv_b: Projection) -> Projection:
