@@ -30,7 +30,8 @@ NOT_READ = {
     ("lfm2_moe", "gguf"): "architecture lfm2moe is not supported",
     ("gpt_oss", "gguf"): "TypeError: only 0-dimensional arrays",
 }
-WITHOUT_GLOBAL_SCALES = {(family, "nvfp4") for family in ("olmoe", "mixtral", "qwen3_moe", "glm4_moe")}
+OF_LATENTS = ("glm4_moe_lite", "deepseek_v2", "deepseek_v3")
+WITHOUT_GLOBAL_SCALES = {(family, "nvfp4") for family in ("olmoe", "mixtral", "qwen3_moe", "glm4_moe", *OF_LATENTS)}
 
 
 def is_quick(case: Case) -> bool:
