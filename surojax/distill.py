@@ -134,7 +134,8 @@ def _frozen(c: Config) -> Config:
     refuse(configs.flat(c) | {LABELLING: True}, configs.DEFAULTS, about(LABELLING, checks.REFUSALS))
     c = copy.deepcopy(c)
     c.objective = DISTILL
-    c.lora, c.lora_rank, c.lora_target_modules = True, 1, "q_proj"
+    first = [layer.mixer.targets()[0].module.rpartition(".")[2] for layer in configs.kinds(c).values()]
+    c.lora, c.lora_rank, c.lora_target_modules = True, 1, ",".join(dict.fromkeys(first))
     return c
 
 

@@ -56,6 +56,9 @@ DELTA |= {"linear_key_head_dim": 16, "linear_value_head_dim": 16}
 GATED_SHARED = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 GATED_SHARED |= {"shared_expert_intermediate_size": 64}
 LOCAL_EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+LATENT = {"num_key_value_heads": 4, "n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+LATENT_SIZES = {"q_lora_rank": 32, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 24}
+LATENT |= LATENT_SIZES
 # What a family's config.json says besides `SIZES`: every option that is written.
 OF_FAMILY: dict[str, dict[str, Any]] = {
     "llama": {},
@@ -83,6 +86,13 @@ OF_FAMILY: dict[str, dict[str, Any]] = {
     "lfm2_moe": EXPERTS
     | {"num_hidden_layers": 5, "layer_types": ["conv", FULL, "conv", "conv", FULL], "num_dense_layers": 2}
     | {"moe_intermediate_size": 32, "norm_topk_prob": True},
+    "glm4_moe_lite": LATENT | {"num_hidden_layers": 3, "routed_scaling_factor": 1.5, "attention_bias": True},
+    "deepseek_v2": LATENT
+    | {"topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2, "first_k_dense_replace": 1}
+    | {"rope_parameters": YARN | {"mscale": 0.7, "mscale_all_dim": 0.7}},
+    "deepseek_v3": LATENT
+    | {"n_group": 4, "topk_group": 2, "first_k_dense_replace": 1, "num_nextn_predict_layers": 0}
+    | {"rope_parameters": YARN | {"mscale": 0.7, "mscale_all_dim": 0.9}},
 }
 # Further models of a family, which are exported as they are and with a config.json that is made.
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -97,6 +107,11 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "qwen3_moe tied": {"tie_word_embeddings": True},
     "olmoe normed": {"norm_topk_prob": True},
     "mixtral windows": WINDOW,
+    "glm4_moe_lite plain": {"q_lora_rank": None, "rope_interleave": False, "n_group": 4, "tie_word_embeddings": True}
+    | {"mlp_layer_types": ["dense", "dense", "sparse"]},
+    "deepseek_v2 plain": {"q_lora_rank": None, "topk_method": "greedy", "rope_parameters": None},
+    "deepseek_v3 plain": {"q_lora_rank": None, "rope_interleave": False, "rope_parameters": None, "n_group": 1}
+    | {"topk_group": 1, "attention_bias": True},
     "glm4_moe plain": {
         "use_qk_norm": False,
         "attention_bias": True,
@@ -107,7 +122,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
 FOLDERS = ("float32", "bfloat16", "float16", "fp8", "nvfp4", "mxfp4")
 KINDS = (*FOLDERS, "made", "merged", "adapter", "gguf")
 LAYOUTS = ("apart", "together")
-WITHOUT_HEAD_DIM = ("granitemoe", "olmoe", "qwen2")  # their classes have none
+# Their classes have none, or another key.
+WITHOUT_HEAD_DIM = ("granitemoe", "olmoe", "qwen2", "glm4_moe_lite", "deepseek_v2", "deepseek_v3")
 
 
 class Case(NamedTuple):
@@ -156,6 +172,7 @@ def config_of(case: Case) -> dict[str, Any]:
         given |= {"hidden_size": 128, "intermediate_size": 256}  # blocks of compressed-tensors are whole ones
         widths = ("moe_intermediate_size", "shared_expert_intermediate_size")
         given |= {name: 128 for name in widths if name in given}
+        given |= dict.fromkeys(LATENT_SIZES, 128) if "kv_lora_rank" in given else {}
     if case.kind == "gguf":  # transformers reads neither head_dim nor the experts' width, and takes those of the family
         given |= {"moe_intermediate_size": 768} if family == "qwen3_moe" else {}
         given |= {"head_dim": 128} if family.startswith("qwen3") else {"num_attention_heads": 2}

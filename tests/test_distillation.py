@@ -514,6 +514,21 @@ def test_labelling_that_is_killed_goes_on_to_the_same_bits(tmp_path):
     assert all((folder / file).read_bytes() == (whole / file).read_bytes() for file in files)
 
 
+@pytest.mark.parametrize(
+    "types, names",
+    [
+        ("", "q_proj"),
+        ("conv,full_attention", "out_proj,q_proj"),
+        ("latent_attention,linear_attention", "q_proj,in_proj_qkv"),
+    ],
+)
+def test_a_teacher_of_any_mixers_is_frozen(types, names):
+    c = default_config()
+    c.update({"distill_path": "labels"})
+    c.model.layer_types = types
+    assert teacher_of(c)[0].lora_target_modules == names
+
+
 @pytest.mark.full
 @needs_compiler
 def test_a_plan_of_labelling_says_what_binds(tmp_path):

@@ -300,9 +300,12 @@ def test_metadata_of_gguf_files():
 GEMMA = {"norm_plus_one": True, "sandwich_norms": True, "scale_embedding": True, "hidden_act": "gelu_pytorch_tanh"}
 QWEN3_5 = {"qk_norm": True, "norm_plus_one": True, "attn_output_gate": True}
 OF_FAMILIES: dict[str, dict[str, Any]] = {
+    "deepseek_v2": {"layer_types": "latent_attention"},
+    "deepseek_v3": {"layer_types": "latent_attention", "scoring_func": "sigmoid"},
     "gemma2": GEMMA,
     "gemma3_text": GEMMA | {"qk_norm": True},
     "glm4_moe": {"scoring_func": "sigmoid"},
+    "glm4_moe_lite": {"layer_types": "latent_attention", "scoring_func": "sigmoid"},
     "gpt_oss": {
         "attention_bias": True,
         "attention_out_bias": True,

@@ -31,7 +31,8 @@ NOT_READ = {
     ("gpt_oss", "gguf"): "TypeError: only 0-dimensional arrays",
 }
 OF_EXPERTS = ("olmoe", "mixtral", "qwen3_moe", "glm4_moe", "qwen3_5_moe_text", "qwen3_next")
-WITHOUT_GLOBAL_SCALES = {(family, "nvfp4") for family in OF_EXPERTS}
+OF_LATENTS = ("glm4_moe_lite", "deepseek_v2", "deepseek_v3")
+WITHOUT_GLOBAL_SCALES = {(family, "nvfp4") for family in (*OF_EXPERTS, *OF_LATENTS)}
 
 
 def is_quick(case: Case) -> bool:

@@ -30,7 +30,7 @@ from surojax.models.decoder_config import DecoderConfig
 from surojax.placement.mesh import make_mesh
 
 DEFAULTS = json.loads(str(REFERENCE["defaults.json"]))
-for name in ("experts", "glm", "lfm2", "qwen3_5", "qwen3_5_experts"):
+for name in ("experts", "glm", "lfm2", "qwen3_5", "qwen3_5_experts", "deepseek"):
     with np.load(Path(__file__).parent / "fixtures" / f"{name}_reference.npz") as arrays:
         DEFAULTS |= json.loads(str(arrays["defaults.json"]))
 # transformers ignores partial_rotary's factor for our families; models with an image encoder are in test_parts.py.
@@ -107,7 +107,7 @@ def test_keys_that_are_left_out_have_the_values_of_transformers(family):
     of_class = model_fields(DEFAULTS[family])
     found = model_fields({"model_type": family})
     for fields in (found, of_class):
-        fields["head_dim"] = fields["head_dim"] or fields["hidden_size"] // fields["num_attention_heads"]
+        fields["head_dim"] = fields.get("head_dim") or fields["hidden_size"] // fields["num_attention_heads"]
     assert found == of_class
 
 

@@ -104,8 +104,8 @@ class ByLayer:
     order: (number of a layer, its segment, number there). Parameters and gradients are by number of the layer.
     """
 
-    def __init__(self, case: str):
-        self.model = model_of(case)
+    def __init__(self, case: str | Model):
+        self.model = model_of(case) if isinstance(case, str) else case
         segments = self.model.segments
         order = sorted((number, i, l) for i, s in enumerate(segments) for l, number in enumerate(s.numbers))
         self.order = [(str(number), i, l) for number, i, l in order]

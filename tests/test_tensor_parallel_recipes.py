@@ -48,6 +48,10 @@ ADAPTED = dataclasses.replace(EXTRAS, lora=Lora(4, 8.0, target_names("all-linear
 ONE_KV_HEAD = dataclasses.replace(EXTRAS, num_key_value_heads=1, num_hidden_layers=2)
 
 
+LATENT = dataclasses.replace(WIDE, head_dim=0, layer_types="latent_attention", q_lora_rank=32, kv_lora_rank=32)
+LATENT = dataclasses.replace(LATENT, qk_nope_head_dim=16, qk_rope_head_dim=16, v_head_dim=16)
+
+
 def in_recipe(recipe: str, **options) -> Compute:
     return Compute(precision=Precision(recipe=recipe, **options))
 
@@ -89,6 +93,7 @@ FP8 = [  # (model, recipe, devices of a group, placement)
     (ONE_KV_HEAD, "fp8_hybrid", 2, {"recompute_block": False}),
     (EXTRAS, "fp8_current", 4, {}),
     (ADAPTED, "fp8_current", 4, {}),
+    (LATENT, "fp8_current", 2, {}),
 ]
 
 

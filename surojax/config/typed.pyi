@@ -44,6 +44,10 @@ class ModelFields(Section):
     r"""width of one more expert that every token uses, times the sigmoid of a gate (Qwen3.5); 0 = there is none."""
     first_k_dense_replace: int
     r"""first layers with one MLP of intermediate_size instead of experts."""
+    n_group: int
+    r"""groups of the experts, of which a token chooses in the best topk_group."""
+    topk_group: int
+    r"""see n_group."""
     expert_bias: bool
     r"""biases on the router's logits and on the experts' products (gpt-oss)."""
     num_hidden_layers: int
@@ -68,6 +72,18 @@ class ModelFields(Section):
     r"""key/value heads; fewer than query heads = grouped-query attention."""
     head_dim: int
     r"""channels of a head; 0 = hidden_size / num_attention_heads."""
+    q_lora_rank: int
+    r"""mixers "latent_attention": rank of the queries; 0 = their matrix is one."""
+    kv_lora_rank: int
+    r"""numbers of a token that its keys and values follow from."""
+    qk_nope_head_dim: int
+    r"""channels of a head's queries and keys without rotary embedding."""
+    qk_rope_head_dim: int
+    r"""those with it; the keys of all heads share them."""
+    v_head_dim: int
+    r"""channels of a head's values."""
+    rope_interleave: bool
+    r"""neighbouring channels rotate together; False: the first half with the second."""
     rms_norm_eps: float
     r"""added to the mean square in RMSNorm."""
     rope_theta: float
@@ -94,6 +110,8 @@ class ModelFields(Section):
     r"""fraction of a head's channels that rotate."""
     rope_llama_4_scaling_beta: float
     r"""queries grow by beta ln(1 + floor(position / original length)); 0 = not."""
+    rope_mscale_all_dim: float
+    r"""yarn with latent attention: scores grow by (0.1 x this x ln(rope_factor) + 1)^2; 0 = not."""
     rope_local_base_freq: float
     r"""base of the layers with a window, unscaled (Gemma 3); 0 = as the other layers."""
     no_rope_layer_interval: int
@@ -486,6 +504,8 @@ class Sizes(TypedDict, total=False):
     n_shared_experts: int
     shared_expert_intermediate_size: int
     first_k_dense_replace: int
+    n_group: int
+    topk_group: int
     expert_bias: bool
     num_hidden_layers: int
     layer_types: str
@@ -498,6 +518,12 @@ class Sizes(TypedDict, total=False):
     num_attention_heads: int
     num_key_value_heads: int
     head_dim: int
+    q_lora_rank: int
+    kv_lora_rank: int
+    qk_nope_head_dim: int
+    qk_rope_head_dim: int
+    v_head_dim: int
+    rope_interleave: bool
     rms_norm_eps: float
     rope_theta: float
     rope_scaling: Literal["none", "linear", "llama3", "yarn"]
@@ -511,6 +537,7 @@ class Sizes(TypedDict, total=False):
     rope_truncate: bool
     rope_partial_rotary_factor: float
     rope_llama_4_scaling_beta: float
+    rope_mscale_all_dim: float
     rope_local_base_freq: float
     no_rope_layer_interval: int
     tie_word_embeddings: bool

@@ -11,9 +11,10 @@ The first two are compressed-tensors' formats, which vLLM reads:
 `quantization_config` of config.json says so: the presets FP8_BLOCK, whose activations are quantised when they are
 computed, in groups of 128, and NVFP4A16, whose activations stay in 16 bits. Neither asks for calibration. Embedding,
 head, norms and biases stay in bfloat16. Numbers are those of numerics/block_fp8.py and nvfp4.py, which bases of QLoRA
-rest in. vLLM multiplies with queries, keys and values as one matrix, and with gate and up, which has one global scale:
-`SHARING` have the scale of the largest number of all of them. Each expert's matrices are stored, and share a scale, by
-themselves; routers stay in bfloat16, which `ignore` says by the end of their names.
+rest in. vLLM multiplies with queries, keys and values as one matrix, with the low-rank projections of both, and with
+gate and up; such a matrix has one global scale: `SHARING` have the scale of the largest number of all of them. Each
+expert's matrices are stored, and share a scale, by themselves; routers stay in bfloat16, which `ignore` says by the end
+of their names.
 
 "mxfp4" is of gpt-oss alone, whose experts OpenAI publishes so (stored_mxfp4.py); all else stays in bfloat16.
 """
@@ -48,6 +49,7 @@ EXPERTS_NOTES = {  # what others do with experts in a format
 }
 SHARING = (  # one global scale, in each expert
     ("attention.wq", "attention.wk", "attention.wv"),
+    ("latent.wq_a", "latent.wkv_a"),
     ("mlp.w_gate", "mlp.w_up"),
     ("mlp.shared.w_gate", "mlp.shared.w_up"),
     ("mlp.shared_expert.w_gate", "mlp.shared_expert.w_up"),

@@ -35,7 +35,8 @@ def completed(source: dict[str, Any], dtype: str, kept: Sequence[str] = ()) -> d
 
     dtype: as in `export`. kept: starts of the names of modules that are written as they are.
     """
-    config = {key: value for key, value in source.items() if key != "quantization_config"}
+    # Of the source's files; auto_map names Python files beside it.
+    config = {key: value for key, value in source.items() if key not in ("quantization_config", "auto_map")}
     family = FAMILIES[config["model_type"]]
     config.setdefault("architectures", [family.transformers_class])
     quantised = compressed.FORMATS.get(dtype)

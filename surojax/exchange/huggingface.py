@@ -14,7 +14,7 @@ from surojax.exchange.hub import FOLDER, OF_MODEL
 from surojax.families import rope_keys
 from surojax.families.family import REQUIRED, ModelFamily
 from surojax.families.neutral import NEUTRAL, OFF, UNREAD, is_empty
-from surojax.families.registry import FAMILIES, IMAGE_TEXT_FAMILIES
+from surojax.families.registry import ALIASES, FAMILIES, IMAGE_TEXT_FAMILIES
 from surojax.sizes import check_largest
 from surojax.untrusted import check_there, expanded, read_json
 
@@ -42,7 +42,8 @@ def read_whole_config(folder: str | Path, name: str = "config.json") -> dict[str
         raise ConfigError(f"model_path: cannot read {file} ({error}); fetch it again") from error
     if not isinstance(config, dict):
         raise ConfigError(f"model_path: expected an object in {file}, got {type(config).__name__}; fetch it again")
-    return config
+    family = config.get("model_type")
+    return config | {"model_type": ALIASES[family]} if isinstance(family, str) and family in ALIASES else config
 
 
 def labels_of(config: dict[str, Any]) -> int:
@@ -124,8 +125,11 @@ TYPES = {
     "use_sliding_window": bool,
     "tie_embedding": bool,
     "max_window_layers": int,
+    "n_group": int,
+    "topk_group": int,
+    "num_experts_per_tok": int,
 }
-LISTS = ("mlp_only_layers", "no_rope_layers", "layer_types", "full_attn_idxs")
+LISTS = ("mlp_only_layers", "no_rope_layers", "layer_types", "full_attn_idxs", "mlp_layer_types")
 WORDS = {bool: "true or false", int: "a whole number", float: "a number", list: "a list"}
 
 

@@ -24,6 +24,7 @@ from surojax.exchange.shards import Shard
 from surojax.families.family import TENSOR_NAMES
 from surojax.families.names import by_our_name
 from surojax.families.registry import tensor_names
+from surojax.models.kinds.targets import WITHOUT_EXPERTS
 from surojax.models.model import Model, Segment
 from surojax.numerics import base_formats, block_fp8, mxfp4, nf4, nvfp4
 from surojax.numerics.base_formats import Coded, is_in
@@ -325,8 +326,10 @@ def tensor_name(param: Param, segment: Segment | None = None, l: int = 0) -> str
     """Hugging Face's name of a parameter's tensor, in layer l of a segment or outside of the layers."""
     if segment is None:
         return TENSOR_NAMES[param.name]
-    ours = {param.name for param in jax.tree.leaves(base(segment.params))}
-    return tensor_names(ours)[param.name].format(l=segment.numbers[l])
+    table = tensor_names({param.name for param in jax.tree.leaves(base(segment.params))})
+    without_experts = WITHOUT_EXPERTS + param.name
+    is_dense = segment.statistics is None and without_experts in table
+    return table[without_experts if is_dense else param.name].format(l=segment.numbers[l])
 
 
 def params(model: Model) -> dict[str, Param]:

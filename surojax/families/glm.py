@@ -22,9 +22,9 @@ OF_EXPERTS = (
     "routed_scaling_factor",
     "n_shared_experts",
     "first_k_dense_replace",
+    "n_group",
+    "topk_group",
 )
-# Experts in groups, of which a token may use some: of one group, all of it.
-ONE_GROUP = {"n_group": 1, "topk_group": 1}
 
 
 def _read(given: dict[str, Any]) -> dict[str, Any]:
@@ -42,7 +42,7 @@ def _write(fields: dict[str, Any]) -> dict[str, Any]:
         PARTIAL: fields["rope_partial_rotary_factor"],
         "num_nextn_predict_layers": 0,
     }
-    return own | {name: fields[name] for name in OF_EXPERTS} | ONE_GROUP | rope_keys.write_rope(fields)
+    return own | {name: fields[name] for name in OF_EXPERTS} | rope_keys.write_rope(fields)
 
 
 GLM4_MOE = ModelFamily(
@@ -66,11 +66,13 @@ GLM4_MOE = ModelFamily(
         "routed_scaling_factor": 1.0,
         "n_shared_experts": 1,
         "first_k_dense_replace": 1,
+        "n_group": 1,
+        "topk_group": 1,
         "output_router_logits": False,
         "num_nextn_predict_layers": 1,
     },
     sizes=(*SIZES, *OF_EXPERTS, "attention_bias"),
-    required=WITHOUT_WINDOW | {"attention_bias": (False, True)} | {key: (value,) for key, value in ONE_GROUP.items()},
+    required=WITHOUT_WINDOW | {"attention_bias": (False, True)},
     options={"scoring_func": "sigmoid"},
     read=_read,
     write=_write,

@@ -9,7 +9,7 @@ from typing import Any
 
 # What a file says about itself, how a run of transformers computes it, and the labels of a model (`labels_of`).
 OF_FILES = frozenset(
-    "architectures model_type torch_dtype dtype transformers_version name_or_path _name_or_path _commit_hash "
+    "architectures auto_map model_type torch_dtype dtype transformers_version name_or_path _name_or_path _commit_hash "
     "id2label label2id num_labels problem_type finetuning_task task_specific_params tokenizer_class prefix "
     "bos_token_id eos_token_id pad_token_id sep_token_id decoder_start_token_id quantization_config "
     "output_attentions _output_attentions output_hidden_states return_dict chunk_size_feed_forward pretraining_tp "

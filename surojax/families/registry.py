@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Set
 
+from surojax.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE_LITE
 from surojax.families.family import LAYER, ImageTextFamily, ModelFamily
 from surojax.families.gemma import GEMMA2, GEMMA3, GEMMA3_IMAGES
 from surojax.families.glm import GLM4_MOE
@@ -39,11 +40,16 @@ FAMILIES: dict[str, ModelFamily] = {
         QWEN3_5,
         QWEN3_5_MOE,
         QWEN3_NEXT,
+        GLM4_MOE_LITE,
+        DEEPSEEK_V2,
+        DEEPSEEK_V3,
     )
 }
 IMAGE_TEXT_FAMILIES: dict[str, ImageTextFamily] = {
     family.model_type: family for family in (GEMMA3_IMAGES, MISTRAL3, QWEN3_5_IMAGES, QWEN3_5_MOE_IMAGES)
 }
+# Values of model_type that are another family's, whose class in transformers computes the model.
+ALIASES = {"kimi_k2": DEEPSEEK_V3.model_type}
 # What computes them, by the value of `model.model_type` in a config.
 ARCHITECTURES: dict[str, ModelArchitecture] = {
     family.architecture.name: family.architecture for family in FAMILIES.values()

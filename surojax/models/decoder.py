@@ -13,10 +13,11 @@ from typing import Any
 import jax
 from flax import nnx
 
-from surojax.models.decoder_config import ATTENTION, DELTA, SCORE, DecoderConfig
+from surojax.models.decoder_config import ATTENTION, DELTA, LATENT, SCORE, DecoderConfig
 from surojax.models.kinds.experts import Experts
 from surojax.models.kinds.gated_delta import GatedDelta
 from surojax.models.kinds.gated_mlp import SwiGLU
+from surojax.models.kinds.latent_attention import LatentAttention
 from surojax.models.kinds.self_attention import Attention
 from surojax.models.kinds.short_conv import ShortConv
 from surojax.models.kinds.sublayer import LayerKinds, Mixer, Mlp
@@ -35,7 +36,7 @@ def times(factor: float, x: jax.Array) -> jax.Array:
 
 
 # By their names in layer_types.
-MIXERS: dict[str, type[Mixer]] = {ATTENTION: Attention, "conv": ShortConv, DELTA: GatedDelta}
+MIXERS: dict[str, type[Mixer]] = {ATTENTION: Attention, "conv": ShortConv, DELTA: GatedDelta, LATENT: LatentAttention}
 
 
 def sublayer_types(config: DecoderConfig) -> tuple[type[Mixer], type[Mlp]]:
@@ -87,13 +88,12 @@ class Block(nnx.Module):
         return getattr(self, self.mixer_name)
 
     def handed_on(self, x_BSD: jax.Array, ops: Operations, before: Cache | Earlier) -> Cache | Earlier:
-        """Computes the keys and values of a chunk x `[B, C, D]`, or the mixer's state after it."""
+        """Computes what later chunks read of a chunk x `[B, C, D]`: its keys and values, or the state after it."""
         how = self.config.rms_norm_eps, self.config.norm_plus_one
         normed_BSD = ops.norm(x_BSD, self.attention_norm[...], *how)
         if isinstance(before, Cache):
             return self.mixer(normed_BSD, ops, None, before)[1]
-        _, k_BSKh, v_BSKh, _ = self.mixer.heads(normed_BSD, ops, None, before.start)
-        return Earlier(*ops.of_whole_chunk(k_BSKh, v_BSKh))
+        return self.mixer.earlier(normed_BSD, ops, None, before.start)
 
     def __call__(
         self, x_BSD: jax.Array, ops: Operations, cache: Cache | Earlier | None = None, routing: Routing = ROUTES

@@ -2,13 +2,15 @@
 
 import dataclasses
 import math
+from collections.abc import Mapping
 from typing import Any
 
 from pallas_kernels.flash_attention import HEADS
 from surojax.errors import need
-from surojax.models.attention import fits_mosaic
+from surojax.models.attention import fits_cudnn, fits_mosaic
 from surojax.models.decoder import MIXERS
-from surojax.models.decoder_config import ATTENTION, DELTA, channels
+from surojax.models.decoder_config import ATTENTION, DELTA, LATENT, channels
+from surojax.models.kinds.experts import SIGMOID
 from surojax.models.rotary import ROPE_USES
 from surojax.refusals.features import (
     BY_LAYER,
@@ -21,7 +23,18 @@ from surojax.refusals.features import (
     tokens_sent,
 )
 from surojax.refusals.pairs import OUT
-from surojax.refusals.refusal import Feature, Refusal, clause_of, is_above, is_on, is_one_of, is_set, refuse_each
+from surojax.refusals.refusal import (
+    Feature,
+    Refusal,
+    clause_of,
+    is_above,
+    is_off,
+    is_on,
+    is_one_of,
+    is_other_than,
+    is_set,
+    refuse_each,
+)
 
 
 def check_decoder(c) -> None:
@@ -31,6 +44,21 @@ def check_decoder(c) -> None:
     kv = m.num_key_value_heads
     near = math.gcd(heads, kv)
     need(heads % kv == 0, "model.num_key_value_heads", f"a divisor of num_attention_heads={heads}", kv, f"use {near}")
+    _check_mixers(c)
+    mixers = mixers_of(m)
+    if LATENT in mixers:
+        _check_latent(c)
+    if ATTENTION in mixers or LATENT not in mixers:
+        _check_heads(c)
+    _check_layers(c)
+    _check_experts(c)
+    _check_scaling(c)
+
+
+def _check_heads(c) -> None:
+    """Checks the channels of a head, and those of them that rotate."""
+    m = c.model
+    heads = m.num_attention_heads
     if not m.head_dim:
         expected = f"a multiple of num_attention_heads={heads}"
         need(m.hidden_size % heads == 0, "model.hidden_size", expected, m.hidden_size, "or set model.head_dim")
@@ -43,10 +71,30 @@ def check_decoder(c) -> None:
         expected = f"{HEADS} with attention='mosaic'"
         change = "use attention='auto'"
         need(fits_mosaic(c.model_dtype, h), "model.head_dim", expected, f"{c.model_dtype} of {h}", change)
-    _check_mixers(c)
-    _check_layers(c)
-    _check_experts(c)
-    _check_rope(c, h)
+    name = "model.rope_partial_rotary_factor"
+    fraction = m.rope_partial_rotary_factor
+    turned = int(h * fraction)
+    expected = f"a fraction up to 1 that leaves an even number of the {h} channels of a head"
+    change = "channels rotate in pairs; 1 = all of them"
+    need(fraction <= 1 and turned > 0 and turned % 2 == 0, name, expected, fraction, change)
+
+
+def _check_latent(c) -> None:
+    """Checks the channels of latent attention's heads."""
+    m = c.model
+    rotating = m.qk_rope_head_dim
+    expected = "an even number, since channels rotate in pairs"
+    need(rotating % 2 == 0, "model.qk_rope_head_dim", expected, rotating, f"use {rotating + 1}")
+    sizes = m.qk_nope_head_dim + rotating, m.v_head_dim
+    fits = {"cudnn": fits_cudnn(c.model_dtype, *sizes, hopper=True), "mosaic": fits_mosaic(c.model_dtype, *sizes)}
+    name = "model.qk_nope_head_dim + model.qk_rope_head_dim and model.v_head_dim"
+    expected = f"sizes that attention={c.attention!r} takes"
+    need(fits.get(c.attention, True), name, expected, f"{c.model_dtype} of {sizes}", "use attention='auto'")
+
+
+def mixers_of(settings: Mapping[str, Any]) -> set[str]:
+    """The mixers of a model's layers. settings: its `model` fields."""
+    return {name.strip() for name in settings["layer_types"].split(",") if name} or {ATTENTION}
 
 
 def _check_mixers(c) -> None:
@@ -88,10 +136,26 @@ def _check_experts(c) -> None:
         expected = f"fewer than num_hidden_layers={m.num_hidden_layers}"
         dense = m.first_k_dense_replace
         need(dense < m.num_hidden_layers, "model.first_k_dense_replace", expected, dense, "set model.num_experts=0")
+        _check_groups(m)
 
 
-def _check_rope(c, h: int) -> None:
-    """Checks the rotary embedding's fields. h: channels of a head."""
+def _check_groups(m) -> None:
+    """Checks the groups of a model's experts."""
+    groups, experts = m.n_group, m.num_experts
+    expected = f"a divisor of num_experts={experts}"
+    need(experts % groups == 0, "model.n_group", expected, groups, f"use {math.gcd(experts, groups)}")
+    size = experts // groups
+    two = groups == 1 or size > 1 or m.scoring_func != SIGMOID
+    need(two, "model.n_group", "groups of two experts or more, whose two best are added up", groups, "lower it")
+    chosen = m.topk_group
+    need(chosen <= groups, "model.topk_group", f"at most n_group={groups}", chosen, f"use {groups}")
+    most = chosen * size
+    expected = f"at most {most}, which are in topk_group={chosen} of n_group={groups} groups"
+    need(m.num_experts_per_tok <= most, "model.num_experts_per_tok", expected, m.num_experts_per_tok, f"use {most}")
+
+
+def _check_scaling(c) -> None:
+    """Checks the fields of the rotary embedding's scaling."""
     m = c.model
     kind = m.rope_scaling
     if kind != "none":
@@ -104,12 +168,6 @@ def _check_rope(c, h: int) -> None:
     slow = m.rope_beta_slow
     fast = m.rope_beta_fast
     need(fast > slow, "model.rope_beta_fast", f"more than rope_beta_slow={slow}", fast, "32 and 1 are usual")
-    name = "model.rope_partial_rotary_factor"
-    fraction = m.rope_partial_rotary_factor
-    turned = int(h * fraction)
-    expected = f"a fraction up to 1 that leaves an even number of the {h} channels of a head"
-    change = "channels rotate in pairs; 1 = all of them"
-    need(fraction <= 1 and turned > 0 and turned % 2 == 0, name, expected, fraction, change)
 
 
 BETA = "model.rope_llama_4_scaling_beta"
@@ -158,6 +216,8 @@ OF_EXPERTS = (
     shared,
     gated_shared,
     dense_first,
+    is_set("model.n_group", 2, EXPERTS),
+    is_set("model.topk_group", 2, EXPERTS | {"model.n_group": 2}),
     *router_losses,
     tokens_sent,
 )
@@ -193,6 +253,64 @@ delta = Feature(
     clause_of("model.layer_types"),
     "''",
     WITH_DELTA,
+)
+WITH_LATENT: Any = {"model.layer_types": LATENT}
+latent = Feature(
+    f"model.layer_types with {LATENT}",
+    ("model.layer_types",),
+    lambda s, _: LATENT in s["model.layer_types"],
+    clause_of("model.layer_types"),
+    "''",
+    WITH_LATENT,
+)
+no_latent = Feature(
+    f"model.layer_types without {LATENT}",
+    ("model.layer_types",),
+    lambda s, _: LATENT not in s["model.layer_types"],
+    clause_of("model.layer_types"),
+    "",
+    {"model.layer_types": ""},
+)
+all_latent = dataclasses.replace(
+    latent,
+    name=f"model.layer_types with {LATENT} and without {ATTENTION}",
+    holds=lambda s, _: LATENT in s["model.layer_types"] and ATTENTION not in s["model.layer_types"],
+)
+latent_in_context = dataclasses.replace(
+    latent,
+    name=f"{latent.name} and cp_size > 1",
+    fields=(*latent.fields, "cp_size"),
+    holds=lambda s, _: LATENT in s["model.layer_types"] and s["cp_size"] > 1,
+    clause=lambda s: f"with {LATENT} and cp_size={s['cp_size']}",
+    example=WITH_LATENT | {"cp_size": 2},
+)
+YARN: Any = {"model.rope_scaling": "yarn", "model.rope_factor": 2.0}
+OF_LATENT = (
+    is_set("model.q_lora_rank", 64, WITH_LATENT),
+    is_set("model.kv_lora_rank", 64, WITH_LATENT),
+    is_set("model.qk_nope_head_dim", 32, WITH_LATENT),
+    is_set("model.qk_rope_head_dim", 32, WITH_LATENT),
+    is_set("model.v_head_dim", 64, WITH_LATENT),
+    is_off("model.rope_interleave", **WITH_LATENT),
+    scores_of_yarn := is_set("model.rope_mscale_all_dim", 1.0, WITH_LATENT | YARN),
+)
+WINDOW: Any = {"model.sliding_window": 64}
+# Fields that layers with latent attention alone do not read.
+OF_ATTENTION = (
+    is_set("model.head_dim", 32),
+    is_set("model.rope_partial_rotary_factor", 0.5),
+    is_set("model.rope_llama_4_scaling_beta", 0.1),
+    is_set("model.rope_local_base_freq", 1e4, WINDOW),
+    is_set("model.no_rope_layer_interval", 2),
+    is_set("model.query_pre_attn_scalar", 16.0),
+    is_set("model.attn_logit_softcapping", 50.0),
+    is_set("model.sliding_window", 64),
+    is_set("model.sliding_window_pattern", 2, WINDOW),
+    is_on("model.attention_sinks"),
+    is_on("model.attn_output_gate"),
+    is_on("model.qk_norm"),
+    is_on("model.qk_norm_whole"),
+    is_on("model.norm_plus_one"),
 )
 several_groups = Feature(
     "microbatches_per_fetch other than gradient_accumulation_steps",
@@ -241,6 +359,28 @@ REFUSALS = (
         stages_of_several,
         "since XLA would copy some of a stage's layers by kernels instead of copy engines",
         "leave it out, or set pp_size=1",
+    ),
+    *refuse_each(
+        OF_LATENT, no_latent, "which does not use it", f"leave it out, or put {LATENT} into model.layer_types"
+    ),
+    Refusal(
+        scores_of_yarn,
+        is_one_of("model.rope_scaling", *(kind for kind in ROPE_USES if kind != "yarn")),
+        "which does not use it",
+        "leave it out, or set model.rope_scaling='yarn'",
+    ),
+    *refuse_each(OF_ATTENTION, all_latent, "which does not use it", "leave it out"),
+    Refusal(
+        is_set("cp_method", "ring", {"cp_size": 2}),
+        latent_in_context,
+        "whose latents are gathered while each GPU has a part of the heads",
+        "set cp_method='ulysses'",
+    ),
+    Refusal(
+        is_other_than("recipe", "bf16", "fp8_current"),
+        latent_in_context,
+        "whose GPUs expand the latents for their own heads alone",
+        "set recipe='bf16', or leave cp_size out",
     ),
     Refusal(dense_first, stages, "whose layers are equal", "leave it out, or set pp_size=1"),
     Refusal(sinks, cudnn, "whose log-sum-exp jax does not give", "set attention='auto'"),

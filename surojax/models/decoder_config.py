@@ -18,6 +18,7 @@ SCORE = "score"  # the head of a model that computes numbers instead of logits
 DENSE = "dense"  # likewise, of the first layers without experts, if others have experts
 DELTA = "linear_attention"  # the mixer of gated delta nets, as config.json calls it
 OF_EXPERTS = ("num_experts", "n_shared_experts", "shared_expert_intermediate_size", "first_k_dense_replace")
+LATENT = "latent_attention"  # the mixer of keys and values that are expanded from a latent (DeepSeek)
 ATTENTION = "full_attention"  # the mixer of layers whose segments have no other name
 
 
@@ -54,6 +55,10 @@ class DecoderConfig:
     shared_expert_intermediate_size: int = declare(0, AT_LEAST_0)
     # first layers with one MLP of intermediate_size instead of experts
     first_k_dense_replace: int = declare(0, AT_LEAST_0)
+    # groups of the experts, of which a token chooses in the best topk_group
+    n_group: int = declare(1, AT_LEAST_1)
+    # see n_group
+    topk_group: int = declare(1, AT_LEAST_1)
     # biases on the router's logits and on the experts' products (gpt-oss)
     expert_bias: bool = False
     # decoder blocks
@@ -78,6 +83,18 @@ class DecoderConfig:
     num_key_value_heads: int = declare(12, AT_LEAST_1)
     # channels of a head; 0 = hidden_size / num_attention_heads
     head_dim: int = declare(0, AT_LEAST_0)
+    # mixers "latent_attention": rank of the queries; 0 = their matrix is one
+    q_lora_rank: int = declare(0, AT_LEAST_0)
+    # numbers of a token that its keys and values follow from
+    kv_lora_rank: int = declare(512, AT_LEAST_1)
+    # channels of a head's queries and keys without rotary embedding
+    qk_nope_head_dim: int = declare(128, AT_LEAST_1)
+    # those with it; the keys of all heads share them
+    qk_rope_head_dim: int = declare(64, AT_LEAST_1)
+    # channels of a head's values
+    v_head_dim: int = declare(128, AT_LEAST_1)
+    # neighbouring channels rotate together; False: the first half with the second
+    rope_interleave: bool = True
     # added to the mean square in RMSNorm
     rms_norm_eps: float = declare(1e-5, POSITIVE)
     # base of the rotary frequencies

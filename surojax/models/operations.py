@@ -156,13 +156,14 @@ class Operations:
         """Returns these operations with random numbers of their own for block `number` of the experts' rows."""
         return self if self.seed is None else dataclasses.replace(self, seed=self._seed_of(number))
 
-    def linear(self, x: jax.Array, projection: Projection) -> jax.Array:
+    def linear(self, x: jax.Array, projection: Projection, *, gathers: bool = True) -> jax.Array:
         """Returns x w^T (+ b) in the recipe's number formats, plus the adapter's product.
 
-        If a tensor-parallel group divides the inputs, the result is reduce-scattered over the sequence.
+        If a tensor-parallel group divides the inputs, the result is reduce-scattered over the sequence. gathers: False
+        if it divides the outputs, and x are whole sequences.
         """
         if self.in_float8 is not None and is_rounded(projection):
-            return self._products_in_float8(self.in_float8, x, [projection])[0]
+            return self._products_in_float8(self.in_float8, x, [projection], gathers=gathers)[0]
         weight, bias, adapter = projection
         number = weight.get_metadata("product").number
         axes = weight.get_metadata("out_sharding")
@@ -194,10 +195,12 @@ class Operations:
 
         return recomputed(project, norm is not None)(x)
 
-    def _products_in_float8(self, in_float8: InFloat8, x, projections: Sequence[Projection]) -> list[jax.Array]:
+    def _products_in_float8(
+        self, in_float8: InFloat8, x, projections: Sequence[Projection], *, gathers: bool = True
+    ) -> list[jax.Array]:
         """Computes `linear` for several projections of x that are sharded alike.
 
-        x: this device's part, or its `Operand`.
+        x: this device's part, or its `Operand`. gathers: see `linear`.
         """
         declared = [projection.weight.get_metadata("product") for projection in projections]
         weight_axes = [projection.weight.get_metadata("out_sharding") for projection in projections]
@@ -208,6 +211,7 @@ class Operations:
             frozen=self.frozen,
             implementation=self.compute.precision.implementation,
             axes=varying_axes(whole_x),
+            parted=gathers,
         )
         results = linear_fp8.products(
             how,
@@ -216,7 +220,7 @@ class Operations:
             [projection.weight[...] for projection in projections],
             in_float8.known(declared),
         )
-        gathered = reduce_scatter_sequence if is_divided(inputs) else all_gather_sequence
+        gathered = reduce_scatter_sequence if is_divided(inputs) else all_gather_sequence if gathers else None
 
         def whole(y, projection: Projection, axes, product: Product):
             y = summed_before_rounding(y, axes)

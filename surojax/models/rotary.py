@@ -56,6 +56,8 @@ class RopeScaling:
     partial_rotary_factor: float = declare(1.0, POSITIVE)
     # queries grow by beta ln(1 + floor(position / original length)); 0 = not
     llama_4_scaling_beta: float = declare(0.0, AT_LEAST_0)
+    # yarn with latent attention: scores grow by (0.1 x this x ln(rope_factor) + 1)^2; 0 = not
+    mscale_all_dim: float = declare(0.0, AT_LEAST_0)
 
     @property
     def magnitude(self) -> float:
@@ -63,6 +65,11 @@ class RopeScaling:
         if self.kind != "yarn":
             return 1.0
         return self.attention_factor or 0.1 * math.log(self.factor) + 1
+
+    @property
+    def score_factor(self) -> float:
+        """The factor of latent attention's scores that YaRN adds to `magnitude`'s."""
+        return (0.1 * self.mscale_all_dim * math.log(max(self.factor, 1)) + 1) ** 2
 
     def channels(self, head_dim: int) -> int:
         """Number of a head's channels that rotate."""

@@ -95,10 +95,15 @@ def scatter_heads(*xs_BsHh: jax.Array) -> list[jax.Array]:
 
 
 def own_heads(x_H: jax.Array) -> jax.Array:
-    """Slices an array with one number per head to the heads that `scatter_heads` gives this device; ulysses."""
+    """Slices an array with as many rows for each head to the heads that `scatter_heads` gives this device; ulysses."""
     number, devices = device_number(CONTEXT)
     length = x_H.shape[0] // devices
     return jax.lax.dynamic_slice_in_dim(x_H, number * length, length)
+
+
+def gather_tokens(x_Bs: jax.Array) -> jax.Array:
+    """All-gathers arrays `[B, s, ...]` of consecutive tokens to those of whole sequences, on every device; ulysses."""
+    return jax.lax.all_gather(x_Bs, CONTEXT, axis=1, tiled=True)
 
 
 def gather_heads(y_BSHh: jax.Array) -> jax.Array:

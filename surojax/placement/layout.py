@@ -33,6 +33,7 @@ MESH_AXES: dict[str, tuple[str, ...]] = {
     "conv": TENSOR,
     "mixed": (),
     "taps": (),
+    "latent": (),
     "mlp": TENSOR,
     EXPERTS: (EXPERT,),
     ROUTED: (),

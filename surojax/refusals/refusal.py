@@ -51,9 +51,10 @@ def is_on(field: str, **needs) -> Feature:
     )
 
 
-def is_off(field: str) -> Feature:
+def is_off(field: str, **needs) -> Feature:
     """Feature: the field is false."""
-    return Feature(f"{field}=False", (field,), lambda s, _: not s[field], clause_of(field), "True", {field: False})
+    example = {**needs, field: False}
+    return Feature(f"{field}=False", (field,), lambda s, _: not s[field], clause_of(field), "True", example)
 
 
 def is_above(field: str, least: int, **needs) -> Feature:

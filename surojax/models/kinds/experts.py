@@ -7,8 +7,9 @@
 
 With `scoring_func` "sigmoid" the weight is of sigmoid(logits), and the k largest of sigmoid(logits) + bias are chosen
 (DeepSeek-V3, arXiv:2412.19437, eq. 12 to 16). That bias decides and weighs nothing, so it has no gradient; no update
-changes it. Shared experts are one more MLP, which every token uses, beside the sum. A gated one (Qwen3.5) is multiplied
-by sigmoid(x g^T), a number for each token, g [1, D].
+changes it. Of experts in groups a token chooses in its `topk_group` best groups only: those with the largest sum of
+their two best experts, or with a softmax those of the best expert. Shared experts are one more MLP, which every token
+uses, beside the sum. A gated one (Qwen3.5) is multiplied by sigmoid(x g^T), a number for each token, g [1, D].
 
 Every choice is computed (grouped.py). Each device routes its own tokens; in a tensor-parallel group, which divides the
 experts' width, the choices are gathered with the activations.
@@ -168,6 +169,8 @@ class Experts(Mlp):
             ranked_BSE = logits_BSE
         chosen_BSk = routing.decided
         if chosen_BSk is None:
+            if c.n_group > 1:
+                ranked_BSE = in_best_groups(ranked_BSE, c.n_group, c.topk_group, 2 if c.scoring_func == SIGMOID else 1)
             _, chosen_BSk = jax.lax.top_k(jax.lax.stop_gradient(ranked_BSE), c.num_experts_per_tok)
             chosen_BSk = chosen_BSk.astype(smallest_dtype(c.num_experts))
         chosen_BSk = checkpoint_name(chosen_BSk, DECIDED)
@@ -319,6 +322,18 @@ def scores_of_chosen(score_BSE: jax.Array, chosen_BSk: jax.Array) -> jax.Array:
     """
     is_chosen_BSkE = jax.nn.one_hot(chosen_BSk, score_BSE.shape[-1], dtype=bool)
     return jnp.sum(jnp.where(is_chosen_BSkE, score_BSE[..., None, :], 0), axis=-1)
+
+
+def in_best_groups(ranked_BSE: jax.Array, groups: int, chosen: int, best: int) -> jax.Array:
+    """Replaces the ranks of experts outside of each token's `chosen` best groups by -inf.
+
+    best: how many of a group's largest ranks are added up to its own: two with sigmoids, one with a softmax.
+    """
+    *lead, E = ranked_BSE.shape
+    of_groups = ranked_BSE.reshape(*lead, groups, E // groups)
+    _, kept = jax.lax.top_k(jnp.sum(jax.lax.top_k(of_groups, best)[0], axis=-1), chosen)
+    is_kept = jnp.any(jax.nn.one_hot(kept, groups, dtype=bool), axis=-2)
+    return jnp.where(is_kept[..., None], of_groups, -jnp.inf).reshape(ranked_BSE.shape)
 
 
 def times_chosen(chosen_BSk: jax.Array, experts: int) -> jax.Array:

@@ -106,6 +106,11 @@ class Attention(Mixer):
             k = ops.norm(k, self.k_norm[...], c.rms_norm_eps, c.norm_plus_one)
         return *ops.rotate(q, k, first, *c.rotary(ops.variant)), v, gate
 
+    def earlier(self, x_BSD: jax.Array, ops: Operations, norm: Callable | None, first: int) -> Earlier:
+        """Keys and values of a chunk x or norm(x), which later chunks attend to."""
+        _, k_BSKh, v_BSKh, _ = self.heads(x_BSD, ops, norm, first)
+        return Earlier(*ops.of_whole_chunk(k_BSKh, v_BSKh))
+
     def __call__(
         self, x_BSD: jax.Array, ops: Operations, norm: Callable | None = None, cache: Cache | Earlier | None = None
     ) -> tuple[jax.Array, Cache | Earlier | None]:

@@ -1,0 +1,479 @@
+"""GLM-4.7-Flash, DeepSeek-V2 and -V3 against transformers in float64 (`fixtures/make_deepseek_reference.py`)."""
+
+import dataclasses
+import functools
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import chex
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+import safetensors.numpy
+from commands import convert
+from small import (
+    CONFIG,
+    Small,
+    needs,
+    plain_loss,
+    quick_at,
+    target_names,
+    tokens,
+    vectors_drawn,
+    worst_relative,
+)
+from test_config_keys import TOLERANCE, architecture_of, computed, weight
+from test_engine import ORDER_OF_SUMS, engine_gradients
+from test_experts import ALL, apart
+from test_qwen3_5 import GROWN, ByLayer, assert_close, in_float64, mean_loss  # noqa: F401
+
+from surojax import ConfigError, default_config
+from surojax.assembly.from_config import architecture
+from surojax.config.checks import check
+from surojax.exchange import config_json
+from surojax.exchange.huggingface import model_fields, read_config
+from surojax.exchange.model_tensors import SINGLE, Weights, check_tensors, describe_source, tensor_name
+from surojax.families.registry import FAMILIES
+from surojax.models import decoder_model
+from surojax.models.decoder_config import LATENT, DecoderConfig
+from surojax.models.kinds.latent_attention import LatentAttention
+from surojax.models.lora import Lora
+from surojax.models.model import Compute, Model
+from surojax.models.rotary import RopeScaling
+from surojax.optim.adamw import adamw
+from surojax.optim.optimizer import TensorContext, scalars
+from surojax.placement.layout import Layout
+from surojax.verification.settings import NVME_ALL
+
+with np.load(Path(__file__).parent / "fixtures" / "deepseek_reference.npz") as arrays:
+    REFERENCE = dict(arrays)
+CASES = ("glm", "glm_tied", "glm_groups", "v2", "v2_lite", "v2_tied", "v3", "v3_half", "v3_tied")
+BIAS = "gate.e_score_correction_bias"
+
+
+def stored(case: str, what: str) -> dict[str, np.ndarray]:
+    """The arrays of a case, by name."""
+    start = f"{case}/{what}/"
+    return {name.removeprefix(start): x for name, x in REFERENCE.items() if name.startswith(start)}
+
+
+def given(case: str) -> dict[str, Any]:
+    return json.loads(str(REFERENCE[f"{case}/config.json"]))
+
+
+def config_of(case: str, **changes) -> DecoderConfig:
+    c = default_config()
+    c.model.update(model_fields(given(case) | changes))
+    check(c)
+    return architecture(c)
+
+
+@functools.cache
+def model_of(case: str) -> Model:
+    return decoder_model.build(config_of(case))
+
+
+def together(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Tensors of transformers 5's modules under our names: gate and up of all experts apart."""
+    found = {}
+    for name, x in tensors.items():
+        if name.endswith("experts.gate_up_proj"):
+            halves = np.split(x, 2, axis=1)
+            found |= {
+                name.replace("gate_up_proj", f"{part}_proj.weight"): half
+                for part, half in zip(("gate", "up"), halves, strict=True)
+            }
+        else:
+            found[f"{name}.weight" if name.endswith("experts.down_proj") else name] = x
+    return found
+
+
+def params_of(layers: ByLayer, case: str) -> dict:
+    return layers.named({name: x.astype(np.float64) for name, x in together(stored(case, "weight")).items()})
+
+
+def loss_and_gradients(layers: ByLayer, case: str):
+    """The function of parameters."""
+    tokens, labels = (jnp.asarray(REFERENCE[f"{case}/{name}"]) for name in ("tokens", "labels"))
+    return jax.value_and_grad(lambda params: mean_loss(layers.logits(params, tokens), labels))
+
+
+@pytest.mark.parametrize("case", quick_at([(case,) for case in CASES], 5))
+def test_logits_are_those_of_transformers(in_float64, case):  # noqa: F811
+    layers = ByLayer(model_of(case))
+    found = layers.logits(params_of(layers, case), jnp.asarray(REFERENCE[f"{case}/tokens"]))
+    assert_close(np.asarray(found), REFERENCE[f"{case}/logits"], "logits")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("case", CASES)
+def test_loss_and_gradients_are_those_of_transformers(in_float64, case):  # noqa: F811
+    """Of all parameters; the bias of the choice has none."""
+    layers = ByLayer(model_of(case))
+    loss, grads = loss_and_gradients(layers, case)(params_of(layers, case))
+    assert_close(np.asarray(loss), REFERENCE[f"{case}/loss"], "loss")
+    expected = together(stored(case, "grad"))
+    names = layers.of_each(lambda param, segment, l: tensor_name(param, segment, l), lambda param: tensor_name(param))
+    found = dict(zip(jax.tree.leaves(names), map(np.asarray, jax.tree.leaves(grads)), strict=True))
+    biases = {name: found.pop(name) for name in [*found] if name.endswith(BIAS)}
+    assert bool(biases) == (not case.startswith("v2")) and not any(x.any() for x in biases.values())
+    assert found.keys() == expected.keys()
+    for name, x in found.items():  # of which the reference has float32
+        assert_close(x, expected[name].astype(np.float64), name, 1e-7)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("case", CASES)
+def test_steps_of_adamw_are_those_of_torch(in_float64, case):  # noqa: F811
+    """Twenty."""
+    layers = ByLayer(model_of(case))
+    params, both = params_of(layers, case), loss_and_gradients(layers, case)
+    optimizer = adamw(lambda done: jnp.float64(1e-3), max_grad_norm=0, m_dtype="float64", v_dtype="float64")
+    declared, structure = jax.tree.flatten(layers.of_each(lambda param, segment, l: param, lambda param: param))
+    states = [optimizer.rule(param).init(param.shape, 1) for param in declared]
+
+    @jax.jit
+    def update(params, grads, states, step):
+        context = TensorContext(scalars(optimizer, step, 1.0), Layout(jax.P(), jax.P()), jnp.zeros(2, jnp.uint32))
+        arrays = zip(declared, structure.flatten_up_to(params), structure.flatten_up_to(grads), states, strict=True)
+        updated = [optimizer.rule(p).apply(x, g, state, context, None)[1:] for p, x, g, state in arrays]
+        params, states = zip(*updated, strict=True)
+        return structure.unflatten(params), list(states)
+
+    losses = []
+    for step in range(len(REFERENCE[f"{case}/losses"])):
+        loss, grads = both(params)
+        losses.append(loss)
+        params, states = update(params, grads, states, jnp.int32(step))
+    assert_close(np.asarray(losses), REFERENCE[f"{case}/losses"], "losses of steps", GROWN)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("case", CASES)
+def test_answers_are_those_of_transformers(in_float64, case):  # noqa: F811
+    """Token by token with a cache of latents; behind padding, which is not seen."""
+    layers = ByLayer(model_of(case))
+    params = params_of(layers, case)
+    prompt, answer = REFERENCE[f"{case}/tokens"][:, :5], REFERENCE[f"{case}/answer"]
+    padding, length = 2, 7 + answer.shape[1]
+    tokens = np.pad(prompt, ((0, 0), (padding, 0)), constant_values=1)
+    caches, first = layers.empty_caches(len(prompt), length), jnp.full(len(prompt), padding)
+    found = []
+    for start in (0, *range(padding + 5, length - 1)):
+        tokens = np.asarray(layers.next_logits(params, tokens, caches, start, first)).argmax(axis=-1)[:, None]
+        found.append(tokens)
+    np.testing.assert_array_equal(np.concatenate(found, axis=1), answer)
+
+
+# --- files ------------------------------------------------------------------------------------------------------------
+
+
+def written(folder: Path, case: str, weights: dict[str, np.ndarray], **changes) -> Path:
+    """A model's folder."""
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(given(case) | changes))
+    safetensors.numpy.save_file(weights, folder / SINGLE)
+    return folder
+
+
+@pytest.mark.parametrize("case", quick_at([(case,) for case in CASES], 5))
+def test_models_come_out_as_they_went_in(tmp_path, case):
+    """To the bit, from files with a tensor for each expert and of all; the same config.json."""
+    weights = stored(case, "weight")
+    for files in (weights, apart(weights)):
+        folder = written(tmp_path / f"in{len(files)}", case, files)
+        out = convert.convert(folder, tmp_path / f"out{len(files)}", dtype="float32")
+        chex.assert_trees_all_equal(safetensors.numpy.load_file(out / SINGLE), apart(weights))
+        assert model_fields(read_config(out)) == model_fields(given(case))
+    out = convert.convert(folder, tmp_path / "together", dtype="float32", experts_together=True)
+    chex.assert_trees_all_equal(safetensors.numpy.load_file(out / SINGLE), weights)
+    fields = model_fields(given(case))
+    made = config_json.made(fields, 64, {})
+    own = {name: FAMILIES[name] for name in (given(case)["model_type"],)}
+    for config in (made, config_json.made(fields, 64, {}, own)):
+        assert config_json.agrees(config, fields)
+
+
+def test_layers_that_predict_further_tokens_are_left_aside(tmp_path):
+    """Published files have one behind the last layer."""
+    further = {"model.layers.3.eh_proj.weight": np.zeros((16, 32), np.float32)}
+    for case in ("glm", "v3"):
+        folder = written(tmp_path / case, case, stored(case, "weight") | further, num_nextn_predict_layers=1)
+        tensors = Weights(folder)
+        check_tensors(tensors, model_of(case))
+        assert describe_source(tensors).endswith("1 tensors of layers are left aside")
+
+
+@pytest.mark.parametrize("case", ("v3", "v2_lite"))
+def test_float8_in_blocks_is_read_as_numbers(tmp_path, case):
+    """As DeepSeek publishes it: matrices in e4m3 with a scale for each block, the last ones of which are smaller."""
+    weights, numbers = apart(stored(case, "weight")), {}
+    files: dict[str, np.ndarray] = {}
+    for name, x in weights.items():
+        numbers[name] = files[name] = x
+        if x.ndim == 2 and "_proj" in name:
+            codes = x.astype(ml_dtypes.float8_e4m3fn)
+            rows, columns = (-(-size // 4) for size in x.shape)
+            scales = np.linspace(0.5, 2, rows * columns, dtype=np.float32).reshape(rows, columns)
+            files |= {name: codes, f"{name}_scale_inv": scales}
+            spread = np.repeat(np.repeat(scales, 4, axis=0), 4, axis=1)[: x.shape[0], : x.shape[1]]
+            numbers[name] = codes.astype(np.float32) * spread
+    entry = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [4, 4]}
+    folder = written(tmp_path / "in", case, files, quantization_config=entry)
+    out = convert.convert(folder, tmp_path / "out", dtype="float32")
+    chex.assert_trees_all_equal(safetensors.numpy.load_file(out / SINGLE), numbers)
+
+
+# --- keys of config.json ----------------------------------------------------------------------------------------------
+
+KEYS = json.loads(str(REFERENCE["keys.json"]))
+# Changes that transformers computes and that are refused here, by the key that the message names.
+REFUSED: dict[str, dict[int, str]] = {
+    "glm4_moe_lite": {
+        2: "q_lora_rank",
+        5: "n_group",
+        9: "topk_method",
+        12: "scoring_func",
+        15: "moe_layer_freq",
+        21: "mlp_layer",
+    }
+    | {22: "first_k_dense", 27: "rope_mscale_all_dim", 29: "rope_factor", 30: "rope_type linear"},
+    "deepseek_v2": {2: "q_lora_rank", 3: "rope_interleave", 5: "n_group", 11: "scoring_func", 15: "moe_layer_freq"}
+    | {i: "mlp_layer_types" for i in range(19, 25)}
+    | {27: "rope_mscale_all_dim", 29: "rope_factor", 30: "rope_type linear"},
+    "deepseek_v3": {2: "q_lora_rank", 5: "n_group", 9: "topk_method", 12: "scoring_func", 15: "moe_layer_freq"}
+    | {i: "mlp_layer_types" for i in range(19, 25)}
+    | {27: "rope_mscale_all_dim", 29: "rope_factor", 30: "rope_type linear"},
+}
+
+
+YARN_OF_V3 = {"type": "yarn", "beta_fast": 32, "beta_slow": 1, "original_max_position_embeddings": 4096}
+PUBLISHED: dict[str, dict[str, Any]] = {  # keys of config.json beside those that every family has
+    "GLM-4.7-Flash": {"model_type": "glm4_moe_lite", "topk_method": "noaux_tc", "n_group": 1, "topk_group": 1}
+    | {"first_k_dense_replace": 1, "num_nextn_predict_layers": 1, "partial_rotary_factor": 1.0, "rope_scaling": None}
+    | {"rope_theta": 1000000, "q_lora_rank": 768, "v_head_dim": 256, "routed_scaling_factor": 1.8},
+    "DeepSeek-V2-Lite": {"model_type": "deepseek_v2", "topk_method": "greedy", "n_group": 1, "topk_group": 1}
+    | {"auto_map": {"AutoConfig": "configuration_deepseek.DeepseekV2Config"}, "aux_loss_alpha": 0.001, "seq_aux": True}
+    | {"first_k_dense_replace": 1, "hidden_size": 2048, "num_attention_heads": 16, "num_key_value_heads": 16}
+    | {"q_lora_rank": None, "moe_layer_freq": 1, "scoring_func": "softmax", "norm_topk_prob": False}
+    | {"num_experts_per_tok": 6, "num_hidden_layers": 27, "rope_theta": 10000}
+    | {"rope_scaling": YARN_OF_V3 | {"factor": 40, "mscale": 0.707, "mscale_all_dim": 0.707}},
+    "Kimi-K2": {"model_type": "kimi_k2", "topk_method": "noaux_tc", "scoring_func": "sigmoid", "n_group": 1}
+    | {"auto_map": {"AutoConfig": "configuration_deepseek.DeepseekV3Config"}, "aux_loss_alpha": 0.001, "seq_aux": True}
+    | {"topk_group": 1, "ep_size": 1, "moe_layer_freq": 1, "n_routed_experts": 384, "num_attention_heads": 64}
+    | {"num_key_value_heads": 64, "first_k_dense_replace": 1, "routed_scaling_factor": 2.827, "rope_theta": 50000.0}
+    | {
+        "num_nextn_predict_layers": 0,
+        "rope_scaling": YARN_OF_V3 | {"factor": 32.0, "mscale": 1.0, "mscale_all_dim": 1.0},
+    }
+    | {"quantization_config": {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}},
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_configs_are_read(tmp_path, name):
+    (tmp_path / "config.json").write_text(json.dumps(PUBLISHED[name]))
+    config = read_config(tmp_path)
+    read = architecture_of(config)
+    factor = {"GLM-4.7-Flash": 1, "DeepSeek-V2-Lite": 1.5896, "Kimi-K2": 1.8133}[name]
+    assert LatentAttention(read).scale == pytest.approx(factor * LatentAttention(read).channels ** -0.5, rel=1e-4)
+    assert (read.rope_scaling.score_factor, read.rope_scaling.magnitude) == pytest.approx((factor, 1), rel=1e-4)
+    completed = config_json.completed(config, "float32")
+    assert completed["model_type"] in FAMILIES and "auto_map" not in completed and model_fields(completed)
+
+
+@pytest.mark.parametrize("family", REFUSED)
+def test_keys_that_are_not_computed_are_refused(family):
+    """And all that transformers does not compute."""
+    config = KEYS[family]["config"]
+    for i, (change, result) in enumerate(zip(KEYS["changes"], KEYS[family]["results"], strict=True)):
+        if "error" in result or i in REFUSED[family]:
+            with pytest.raises(ConfigError, match=REFUSED[family].get(i)):
+                architecture_of(config | change)
+        else:
+            architecture_of(config | change)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("family", REFUSED)
+def test_keys_are_computed_as_by_transformers(tmp_path, family):
+    config, logits = KEYS[family]["config"], REFERENCE[f"keys/{family}"]
+    seen = set()
+    for i, (change, result) in enumerate(zip(KEYS["changes"], KEYS[family]["results"], strict=True)):
+        if "error" in result or i in REFUSED[family]:
+            continue
+        folder = tmp_path / str(i)
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps(config | change))
+        tensors = {name: weight(name, tuple(shape)) for name, shape in result["shapes"].items()}
+        safetensors.numpy.save_file(tensors, folder / SINGLE)
+        found, expected = computed(architecture_of(config | change), Weights(folder)), logits[result["row"]]
+        assert np.abs(found - expected).max() < TOLERANCE * np.abs(expected).max(), change
+        seen.add(expected.tobytes())
+    assert len(seen) > 6
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        (
+            {"model.kv_lora_rank": 64, "model.layer_types": ""},
+            r"^model\.kv_lora_rank: expected 512 with layer_types=''",
+        ),
+        ({"model.rope_interleave": False, "model.layer_types": ""}, r"^model\.rope_interleave: expected True with"),
+        ({"model.rope_mscale_all_dim": 1.0}, r"^model\.rope_mscale_all_dim: expected 0\.0 with rope_scaling='none'"),
+        ({"model.sliding_window": 8}, r"^model\.sliding_window: expected 0 with layer_types='latent_attention'"),
+        ({"model.qk_norm": True}, r"^model\.qk_norm: expected False with layer_types='latent_attention'"),
+        ({"model.qk_rope_head_dim": 5}, r"^model\.qk_rope_head_dim: expected an even number"),
+        (
+            {"attention": "cudnn", "model.v_head_dim": 64},
+            r"and model\.v_head_dim: expected sizes that attention='cudnn'",
+        ),
+        (
+            {"cp_size": 2, "gpus": 2, "cp_method": "ring"},
+            r"^cp_method: expected 'ulysses' with latent_attention and cp_size=2, whose latents",
+        ),
+        ({"cp_size": 2, "gpus": 2, "recipe": "mxfp8"}, r"^recipe: expected 'bf16' with latent_attention and cp_size=2"),
+        ({"cp_size": 8, "gpus": 8}, r"^model\.num_attention_heads: expected a multiple of cp_size x tp_size = 8"),
+        ({"model.n_group": 3}, r"^model\.n_group: expected a divisor of num_experts=8, got 3; use 1"),
+        ({"model.n_group": 2, "model.topk_group": 3}, r"^model\.topk_group: expected at most n_group=2, got 3; use 2"),
+        (
+            {"model.n_group": 8},
+            r"^model\.num_experts_per_tok: expected at most 1, which are in topk_group=1 of n_group=8",
+        ),
+        (
+            {"model.n_group": 8, "model.topk_group": 4, "model.scoring_func": "sigmoid"},
+            r"^model\.n_group: expected groups of two experts or more",
+        ),
+        ({"lora": True, "lora_target_modules": "k_proj"}, r"^lora_target_modules: expected names among q_proj, kv_a_p"),
+        (
+            {"lora": True, "lora_rank": 513, "lora_target_modules": "kv_b_proj"},
+            r"^lora_rank: expected at most 512, the smaller side of self_attn.kv_b_proj",
+        ),
+    ],
+)
+def test_settings_that_do_not_go_together(changes, message):
+    c = default_config()
+    c.model.update({"layer_types": LATENT, "num_experts": 8, "num_experts_per_tok": 2})
+    c.update_from_flattened_dict(changes)
+    with pytest.raises(ConfigError, match=message):
+        check(c)
+
+
+# --- training ---------------------------------------------------------------------------------------------------------
+
+SMALL = dataclasses.replace(
+    CONFIG,
+    head_dim=0,
+    layer_types=LATENT,
+    q_lora_rank=24,
+    kv_lora_rank=16,
+    qk_nope_head_dim=6,
+    qk_rope_head_dim=4,
+    v_head_dim=5,
+    rope_scaling=RopeScaling("yarn", factor=8.0, original_max_position_embeddings=8, mscale_all_dim=1.0),
+)
+WITH_EXPERTS = dataclasses.replace(
+    SMALL,
+    q_lora_rank=0,
+    rope_interleave=False,
+    num_experts=8,
+    num_experts_per_tok=2,
+    moe_intermediate_size=16,
+    first_k_dense_replace=1,
+    n_group=4,
+    topk_group=2,
+    n_shared_experts=1,
+    scoring_func="sigmoid",
+    norm_topk_prob=True,
+)
+
+
+@needs(8)
+@pytest.mark.parametrize(
+    "config, devices, placed",
+    quick_at(
+        [
+            (SMALL, 4, {"zero_level": 3, "tp_size": 2, **ALL}),
+            (SMALL, 2, {"cp_size": 2}),
+            (SMALL, 8, {"zero_level": 3, "cp_size": 2, "tp_size": 2, **ALL}),
+            (SMALL, 1, {"sequence_chunks": 2}),
+            (SMALL, 4, {"sequence_chunks": 2, "cp_size": 2, "tp_size": 2}),
+            (dataclasses.replace(SMALL, num_hidden_layers=2), 4, {"pp_size": 2, "zero_level": 1}),
+            (SMALL, 4, {"zero_level": 2, "replicate": 2, "resident_layers": 1, "offload_weights": True}),
+            (WITH_EXPERTS, 1, ALL),
+            (WITH_EXPERTS, 4, {"zero_level": 3, "ep_size": 2, "tp_size": 2}),
+            (WITH_EXPERTS, 4, {"zero_level": 3, "cp_size": 2, **ALL}),
+        ]
+    ),
+)
+def test_gradients_equal_reverse_mode(config, devices, placed):
+    """Whatever the placement: the heads divided over tp, the latents gathered over cp or carried between chunks."""
+    chunks = placed.get("sequence_chunks", 1)
+    placed = {name: value for name, value in placed.items() if name != "sequence_chunks"}
+    model = decoder_model.build(config, Compute(sequence_chunks=chunks))
+    small = Small(devices, model=model, microbatches_per_fetch=3, **placed)
+    with vectors_drawn():
+        params = model.init(0)
+    batch = tokens(3, 8, 16)
+    expected = jax.jit(jax.value_and_grad(plain_loss(config)))(params, *batch)
+    assert worst_relative(engine_gradients(small, batch), expected) < ORDER_OF_SUMS
+
+
+@needs(4)
+@pytest.mark.full
+@pytest.mark.parametrize("sizes", [{"cp_size": 2, "tp_size": 2}, {"tp_size": 4}])
+def test_adapters_have_one_gradient_however_heads_are_divided(sizes):
+    """Also that of kv_b_proj, of which a GPU of cp multiplies its own heads' rows."""
+    adapted = dataclasses.replace(SMALL, lora=Lora(2, 4.0, target_names("all-linear", SMALL)))
+    model, batch = decoder_model.build(adapted), tokens(3, 8, 16)
+    assert "latent.wkv_b" in adapted.lora.targets
+    alone, divided = Small(model=model), Small(4, model=model, **sizes)
+    assert worst_relative(engine_gradients(divided, batch), engine_gradients(alone, batch)) < ORDER_OF_SUMS
+
+
+@pytest.mark.full
+def test_trains_alike_under_every_placement(tmp_path):
+    """To the bit: with everything offloaded, updated under the next forward pass, and in files."""
+    model = decoder_model.build(WITH_EXPERTS)
+    batches = [tokens(2, 8, 16, seed=i) for i in range(3)]
+    losses = Small(model=model).train(batches)
+    assert len(set(losses)) == len(losses)
+    for number, late in enumerate((False, True)):
+        assert Small(model=model, microbatches_per_fetch=2, overlap_update=late, **ALL).train(batches) == losses
+        folder = tmp_path / f"{number}"
+        folder.mkdir()
+        in_files = Small(model=model, batch=(2, 8, 16), nvme_path=str(folder), overlap_update=late, **NVME_ALL)
+        assert in_files.train(batches) == losses
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("case", ("glm", "v2_lite"))
+def test_documents_in_a_row_are_computed_as_alone(in_float64, case):  # noqa: F811
+    """Also a document of one token."""
+    layers = ByLayer(model_of(case))
+    params, ids = params_of(layers, case), REFERENCE[f"{case}/tokens"][:1]
+    borders = [0, 1, 12, ids.shape[1]]
+    starts = np.repeat(borders[:-1], np.diff(borders))[None].astype(np.int32)
+    packed = np.asarray(layers.logits(params, ids, starts))
+    for start, stop in itertools.pairwise(borders):
+        alone = np.zeros_like(ids)  # what follows a document is not seen
+        alone[:, : stop - start] = ids[:, start:stop]
+        expected = np.asarray(layers.logits(params, alone, np.zeros_like(starts)))[:, : stop - start]
+        assert_close(packed[:, start:stop], expected, f"document from {start}")
+
+
+def test_backward_pass_reads_latents_in_place_of_keys_and_values():
+    """Of a token and a head n + v numbers less; the expanded keys and values are in no residual."""
+    model = decoder_model.build(SMALL)
+    (segment,) = model.segments
+    weights = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, jnp.float32), segment.params)
+    x = jax.ShapeDtypeStruct((1, 16, SMALL.hidden_size), jnp.float32)
+    saved = jax.tree.leaves(jax.eval_shape(lambda w, x: segment.block_forward(w, x)[1], weights, x))
+    found = {x.shape for x in saved}
+    assert (1, 16, SMALL.kv_lora_rank) in found and (1, 16, 4, 10) in found  # latents, queries
+    assert not {(1, 16, 4, 11), (1, 16, 44), (1, 16, 4, 5)} & found
