@@ -12,6 +12,7 @@ import sys
 import textwrap
 from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 from surojax.__main__ import GROUPS, VERBS
 from surojax.completion import OF_CONFIG, own_parser
@@ -21,8 +22,9 @@ from surojax.config.flags import add_options, describe_fields
 from surojax.convert import merge_parser
 from surojax.declared import DeclaredField
 from surojax.errors import EXIT_CODES
-from surojax.option_names import STORED
+from surojax.option_names import MERGE, STORED
 from surojax.refusals.refusal import refusals_page
+from surojax.refused_early import stored_options
 
 FOLDER = Path(__file__).parent
 sys.path.insert(0, str(FOLDER.parent / "benchmarks"))
@@ -191,16 +193,26 @@ def typed() -> str:
 def stored_help() -> str:
     """The help, options and fields of all verbs, as `surojax.option_names` reads them."""
     verbs = {}
-    for name in VERBS:
-        parser = own_parser(name)
+    for name, parser in {**{name: own_parser(name) for name in VERBS}, f"convert {MERGE}": merge_parser()}.items():
         if name in OF_CONFIG:
             add_options(parser)
         parser.formatter_class = functools.partial(parser.formatter_class, width=100)
-        known = sorted(option for option in parser._option_string_actions if option.startswith("--"))
-        takes_fields = name in (*OF_CONFIG, "new")
-        verbs[name] = {"help": parser.format_help(), "options": known, "takes_fields": takes_fields}
-    known = {"fields": list(FIELDS), "field_help": describe_fields(), "verbs": verbs}
-    return json.dumps(known, indent=1, ensure_ascii=False) + "\n"
+        about = {"help": parser.format_help(), "takes_fields": name in (*OF_CONFIG, "new"), **stored_options(parser)}
+        verbs[name] = about
+    known = {
+        "fields": {name: field.stored() for name, field in FIELDS.items()},
+        "field_help": describe_fields(),
+        "verbs": verbs,
+    }
+    return json_of_lines(known, depth=3) + "\n"
+
+
+def json_of_lines(value: Any, depth: int) -> str:
+    """Formats nested objects as JSON with a line for each of their values, down to a depth."""
+    if not depth or not isinstance(value, dict):
+        return json.dumps(value, ensure_ascii=False)
+    lines = (f"{json.dumps(name)}: {json_of_lines(inner, depth - 1)}" for name, inner in value.items())
+    return "{\n" + ",\n".join(lines) + "\n}"
 
 
 def pages() -> dict[Path, str]:

@@ -18,8 +18,10 @@ import sys
 from typing import NamedTuple
 
 import surojax
-from surojax.errors import REFUSED
+from surojax.command_line import NO_COMMAND
+from surojax.errors import REFUSED, ConfigError
 from surojax.option_names import help_or_error
+from surojax.refused_early import refuse_early
 
 
 class Verb(NamedTuple):
@@ -140,10 +142,17 @@ def examples(name: str) -> str:
 
 
 def run_verb(name: str, arguments: list[str]) -> None:
-    """Runs a verb as `python -m` runs its module. Its help, and unknown options, need no import of that module."""
+    """Runs a verb as `python -m` runs its module. Its help, and what `refuse_early` refuses, need no such import."""
     sys.argv[1:] = arguments
-    own = arguments[: arguments.index("--")] if "--" in arguments else arguments
-    text, error = help_or_error(name, own)
+    dashes = arguments.index("--") if "--" in arguments else len(arguments)
+    text, error = help_or_error(name, arguments[:dashes])
+    if not text and not error:
+        try:
+            refuse_early(name, arguments[:dashes])
+            if name == "launch" and not arguments[dashes + 1 :]:
+                raise ConfigError(NO_COMMAND)
+        except ConfigError as refused:
+            error = str(refused)
     if error:
         print(f"surojax.{name}: error: {error}", file=sys.stderr)
         sys.exit(REFUSED)

@@ -12,6 +12,7 @@ import importlib
 from collections.abc import Iterable
 from typing import Any
 
+from surojax import command_line
 from surojax.__main__ import VERBS
 from surojax.config import flags
 from surojax.config.fields import FIELDS
@@ -71,7 +72,7 @@ def script(shell: str) -> str:
             if action.metavar in FILES or action.dest in PATHS:
                 action.complete = shtab.FILE  # type: ignore[attr-defined]
             if action.dest == "config":
-                action.complete = names_or_files(flags.configs())  # type: ignore[attr-defined]
+                action.complete = names_or_files(command_line.configs())  # type: ignore[attr-defined]
         verbs.add_parser(name, parents=[verb_options], help=verb.does, add_help=False, conflict_handler="resolve")
     return shtab.complete(command, shell)
 

@@ -41,6 +41,7 @@ from surojax.models.model import Model
 from surojax.numerics.base_formats import chosen_format
 from surojax.objectives.objectives import OBJECTIVES, objective_of
 from surojax.run import on_disk
+from surojax.untrusted import TRAINED, check_there
 
 DEFAULT_DTYPE = "bfloat16"
 OUT_HELP = "the folder to write, new or empty; or a new file that ends in .gguf"
@@ -130,10 +131,8 @@ def open_model(source: str | Path, tokenizer: str = "", *, num_labels: int = 0) 
     ):
         return opened
     if not is_model(source):
-        raise ConfigError(
-            f"--checkpoint: expected a checkpoint, a run's output_dir, a Hugging Face folder or a GGUF file, got "
-            f"{str(source)!r}, which is none"
-        )
+        check_there("--checkpoint", source, TRAINED)
+        raise ConfigError(f"--checkpoint: expected {TRAINED}, got {str(source)!r}, which is none")
     c = default_config()
     c.model_path = str(source)
     c.tokenizer = tokenizer or c.tokenizer

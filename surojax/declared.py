@@ -16,9 +16,10 @@ import enum
 import functools
 import inspect
 import json
+import math
 import re
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Iterator
+from typing import Any, NamedTuple, Protocol, Self
 
 from surojax.errors import need
 
@@ -29,25 +30,41 @@ SMALLEST_FLOAT = 1.1754943508222875e-38  # they take smaller ones for 0
 
 
 class Range(NamedTuple):
-    """The allowed values of a field: a condition, the condition in words, and what to change."""
+    """The allowed values of a field, as data, which help.json holds too.
 
-    holds: Callable[[Any], bool]
+    expected: the range in words. change: advice. least, most: of a number, both allowed; None: no bound. besides: one
+    more number that is allowed. pattern: a regular expression that a whole text matches; "": of numbers.
+    """
+
     expected: str
     change: str
+    least: float | None = None
+    most: float | None = None
+    besides: float | None = None
+    pattern: str = ""
+
+    def holds(self, value: Any) -> bool:
+        """Returns whether a value is in the range."""
+        if self.pattern:
+            return re.fullmatch(self.pattern, value, re.DOTALL) is not None
+        above = self.least is None or value >= self.least
+        return (above and (self.most is None or value <= self.most)) or value == self.besides
 
 
-AT_LEAST_1 = Range(lambda v: v >= 1, "1 or more", "raise it")
-AT_LEAST_0 = Range(lambda v: v >= 0, "0 or more", "--help says what 0 means")
-POSITIVE = Range(lambda v: v >= SMALLEST_FLOAT, "more than 0 in float32", "--help shows the default")
-FRACTION = Range(lambda v: 0 <= v <= 1, "a fraction from 0 to 1", "divide a percentage by 100")
-# 1 - 2^-25 is the largest number that float32 does not round to 1.
-BELOW_1 = Range(lambda v: 0 <= v < 1 - 2**-25, "0 or more and below 1 in float32", "--help shows the default")
-NOT_EMPTY = Range(lambda v: v.strip() != "", "text that is not empty", "leave it out for the default of --help")
+AT_LEAST_1 = Range("1 or more", "raise it", least=1)
+AT_LEAST_0 = Range("0 or more", "--help says what 0 means", least=0)
+POSITIVE = Range("more than 0 in float32", "--help shows the default", least=SMALLEST_FLOAT)
+FRACTION = Range("a fraction from 0 to 1", "divide a percentage by 100", least=0, most=1)
+# float32 rounds 1 - 2^-25 to 1, and what is smaller to less than 1.
+BELOW_1 = Range(
+    "0 or more and below 1 in float32", "--help shows the default", least=0, most=math.nextafter(1 - 2**-25, 0)
+)
+NOT_EMPTY = Range("text that is not empty", "leave it out for the default of --help", pattern=r".*\S.*")
 
 
 def at_most(most: int, words: str = "") -> Range:
     """Makes the `Range` of numbers up to this one. words: the number in words."""
-    return Range(lambda v: v <= most, f"at most {words or f'{most:,}'}", "lower it")
+    return Range(f"at most {words or f'{most:,}'}", "lower it", most=most)
 
 
 class Facts(enum.Flag):
@@ -116,6 +133,17 @@ class DeclaredField(NamedTuple):
     words: tuple[str, ...] = ()
     facts: Facts = Facts.ALL
     row: Any = None
+
+    def stored(self) -> list:
+        """Returns the field as JSON holds it, without its name, help and facts; `restored` makes it of that."""
+        return [self.default, self.ranges, self.choices, self.words]
+
+    @classmethod
+    def restored(cls, name: str, stored: list) -> Self:
+        """Makes a field of what `stored` returned, read from JSON; without help and facts."""
+        default, ranges, choices, words = stored
+        default = tuple(default) if isinstance(default, list) else default
+        return cls(name, default, "", tuple(Range(*values) for values in ranges), tuple(choices), tuple(words))
 
     @property
     def kind(self) -> type:

@@ -14,6 +14,7 @@ import dataclasses
 import functools
 import itertools
 import json
+import shlex
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -95,10 +96,18 @@ def distill(config: Config) -> Path:
             write_head(folder, np.asarray(jax.device_get(weights[OUTER][run.model.head])))
         for samples, one in zip(train.sources, labels, strict=True):
             labeller(weights, samples, one)
-    flags = f" --config.distill_hidden_size={source.hidden_size}" if states else ""
-    flags = f"--config.objective=distill --config.distill_path={folder}{flags}"
-    say(f"labels: {len(train):,} samples in {folder}; {flags}")
+    say(f"labels: {len(train):,} samples in {folder}")
+    say(f"train: {shlex.join(student_command(folder, source.hidden_size if states else 0))}")
     return folder
+
+
+def student_command(folder: Path, hidden_size: int) -> list[str]:
+    """Makes the command that trains a student on the labels of a folder. hidden_size: 0, or that of labelled states."""
+    fields = {"objective": DISTILL, "distill_path": folder} | (
+        {"distill_hidden_size": hidden_size} if hidden_size else {}
+    )
+    options = [f"--config.{name}={value}" for name, value in fields.items()]
+    return ["surojax", "train", "--config", "STUDENT.py", *options]
 
 
 def teacher(config: Config) -> tuple[Config, bool]:

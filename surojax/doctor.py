@@ -26,7 +26,7 @@ from surojax.diagnosis.doctor_checks import CHECKS, ITS_PROCESS, in_process
 from surojax.diagnosis.verdict import FAILED, OK, SKIPPED, Asked, Verdict, skipped
 from surojax.errors import ConfigError, ending, ends_with_code, nearest_name, need, refusing, short_exit_codes
 from surojax.plan import check_output
-from surojax.run.console import CONSOLE
+from surojax.run.console import CONSOLE, progress
 from surojax.training.safe import DOCTORS_REPORT
 from surojax.untrusted import expanded
 
@@ -38,11 +38,13 @@ NEEDED = ("devices", ITS_PROCESS)  # parts of installation without which no othe
 def examine(names: Sequence[str], asked: Asked) -> Iterator[Verdict]:
     """Runs the checks with these names and yields their verdicts; without a device, skips all but the first."""
     without_devices = False
-    for name in names:
+    started, limits = time.perf_counter(), [CHECKS[name].seconds for name in names]
+    for number, name in enumerate(names):
         if without_devices:
             yield skipped(name, "all", "JAX finds no devices, see installation")
             continue
-        CONSOLE.status(f"{name} ...")
+        done = sum(limits[:number]) / sum(limits)  # checks take about as long as their limits say of each other
+        CONSOLE.status(f"{name} ... {progress(number + 1, len(names), done, time.perf_counter() - started)}")
         for verdict in in_process(name, asked):
             without_devices |= name == "installation" and verdict.status == FAILED and verdict.part in NEEDED
             yield verdict

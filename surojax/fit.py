@@ -31,11 +31,12 @@ from surojax.planner.choices import AXES, FOLDER, NUMBERS, with_batch
 from surojax.planner.disks import wear
 from surojax.planner.drives import disks
 from surojax.planner.fastest import MOST_COMPILED, FitResult, Trial, fastest
-from surojax.planner.gpus import GPUS, WHICH, gpu_key
+from surojax.planner.gpus import GPUS, gpu_key
 from surojax.planner.plan_text import cost, range_lines
 from surojax.planner.prediction import milliseconds
 from surojax.planner.remedies import NOTHING
 from surojax.planner.run_plan import checked
+from surojax.run.console import CONSOLE
 from surojax.untrusted import expanded
 
 SHOWN = 5  # rows by default
@@ -257,8 +258,6 @@ def main(argv: list[str] | None = None) -> None:
     jax.config.update("jax_platforms", "cpu")  # the search needs no GPU, and should not occupy one
     try:
         c, args = parse_flags(argv, parser())
-        if args.gpu is None:
-            raise ConfigError(f"no GPU given: pass --gpu NAME; {WHICH}")
         args.gpu = gpu_key(args.gpu)
         check_cost(args)
         disks(args.disk, c.rates_file)
@@ -280,7 +279,8 @@ def main(argv: list[str] | None = None) -> None:
             allow=words("--allow", args.allow, tuple(NUMBERS)),
             keep=words("--keep", args.keep, tuple(flat(default_config()))),
             most=max(args.top, MOST_COMPILED),
-            say=lambda text: print(text, flush=True),
+            say=CONSOLE.line,
+            status=CONSOLE.status,
         )
         print(result_table(result, args.top, c))
         if file:
@@ -304,6 +304,8 @@ def main(argv: list[str] | None = None) -> None:
             print(f"  set nvme_path in it to a folder on the NVMe disk: {FOLDER!r} stands for it")
     except (ConfigError, OSError) as error:
         raise ending("fit", error) from error
+    finally:
+        CONSOLE.status("")
 
 
 if __name__ == "__main__":

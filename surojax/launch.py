@@ -24,6 +24,8 @@ import signal
 import sys
 from pathlib import Path
 
+from surojax.command_line import COMMAND, NO_COMMAND
+
 from surojax.cluster.early import STOPPED, leave_closed_terminal, stopping_signals  # isort: skip  # before what takes seconds
 
 from surojax.cluster.group import (
@@ -40,7 +42,6 @@ from surojax.errors import REFUSED, ConfigError, Refused, ends_with_code, exit_c
 
 DEVICE_COUNT = "--xla_force_host_platform_device_count"
 MAX_PROCESSES = 1024
-COMMAND = "surojax train ..."
 OF_LAUNCHER = ("--coordinator", "--num_processes", "--process_id", "--secret_file", "--supervisor")
 AT_END = {0: "all processes have finished", STOPPED: "stopped: start again to continue"}
 
@@ -217,7 +218,7 @@ def main(argv: list[str] | None = None) -> None:
     a = parser().parse_args(argv[:dashes])
     try:
         if not command:
-            raise ConfigError(f"expected -- and a command behind the options, like -- {COMMAND}, got none; write it")
+            raise ConfigError(NO_COMMAND)
         need(1 <= a.n <= MAX_PROCESSES, "-n", f"1 to {MAX_PROCESSES:,}", a.n, "correct it")
         need(a.restarts >= 0, "--restarts", "0 or more", a.restarts, "correct it")
         need(not a.elastic or a.restarts > 0, "--restarts", "1 or more with --elastic", a.restarts, "set it")

@@ -16,8 +16,9 @@ from pathlib import Path
 
 import jax
 
+from surojax import command_line
 from surojax.config import flags
-from surojax.config.fields import Config
+from surojax.config.fields import FIELDS, Config
 from surojax.config.write import check_new, config_file
 from surojax.errors import ConfigError, ending, ends_with_code, need, refusing, short_exit_codes
 from surojax.planner.amounts import GiB, Memory, gib
@@ -38,12 +39,12 @@ def given(
 ) -> Config:
     """Returns the config to begin with.
 
-    model: a name in `flags.configs`, or a value of `model_path`. overrides: fields and texts of their values. Raises
-    ConfigError.
+    model: a name in `command_line.configs`, or a value of `model_path`. overrides: fields and texts of their values.
+    Raises ConfigError.
     """
     lora = flags.trains_adapters(overrides)
-    c = flags.load_config(model if flags.is_config_name(model) else str(flags.FINETUNE), lora=lora)
-    if not flags.is_config_name(model):
+    c = flags.load_config(model if command_line.is_config_name(model) else str(flags.FINETUNE), lora=lora)
+    if not command_line.is_config_name(model):
         c.model_path = model
     c.gpus = gpus
     if not data:
@@ -120,7 +121,7 @@ def main(argv: list[str] | None = None) -> None:
     jax.config.update("jax_platforms", "cpu")  # the search needs no GPU, and should not occupy one
     try:
         own = parser()
-        rest, overrides = flags.split_flags(sys.argv[1:] if argv is None else argv, own)
+        rest, overrides = command_line.split_flags(sys.argv[1:] if argv is None else argv, own, FIELDS)
         args = own.parse_args(rest)
         need(args.name.isidentifier(), "NAME", "letters, digits and _", args.name, "choose another name")
         need(1 <= args.gpus <= MOST_GPUS, "--gpus", f"1 to {MOST_GPUS:,}", args.gpus, "correct it")

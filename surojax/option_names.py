@@ -13,10 +13,14 @@ SHORT = {"lr": ("learning_rate",), "qlora": ("lora", "qlora_bnb")}  # other name
 STORED = Path(__file__).with_name("help.json")
 ALL_FIELDS = "fields"  # `--help fields`
 HELP = {"-h", "--help"}
+MERGE = "merge"  # of convert, which has options of its own with it
 
 
 def read_stored() -> dict[str, Any]:
-    """Reads {"fields": their names, "field_help": text, "verbs": {verb: {"help", "options", "takes_fields"}}}."""
+    """Reads {"fields": {name: `DeclaredField.stored`}, "field_help": text, "verbs": {verb: about it}}.
+
+    About a verb: "help": text, "takes_fields", and "options" and "either" of `refused_early.stored_options`.
+    """
     return json.loads(STORED.read_text(encoding="utf-8"))
 
 
@@ -51,11 +55,12 @@ def help_or_error(verb: str, words: list[str]) -> tuple[str, str]:
 
     words: of the verb, up to `--`.
     """
-    if words[:1] == ["merge"]:  # of convert, which has options of its own
-        return "", ""
+    if verb == "convert" and words[:1] == [MERGE]:
+        verb, words = f"{verb} {MERGE}", words[1:]
     known = read_stored()
     of_verb = known["verbs"][verb]
-    fields = known["fields"] if of_verb["takes_fields"] else []
+    fields = list(known["fields"]) if of_verb["takes_fields"] else []
+    options = ["--help", *(name for names, _ in of_verb["options"] for name in names if name.startswith("--"))]
     for number, word in enumerate(words):
         if word in HELP:
             lists_fields = fields and words[number + 1 : number + 2] == [ALL_FIELDS]
@@ -66,8 +71,8 @@ def help_or_error(verb: str, words: list[str]) -> tuple[str, str]:
         if name.startswith("--config.") and fields:
             if (field := name.removeprefix("--config.")) not in fields and not _holds(field, fields):
                 return "", no_field(field, fields)
-        elif not _is_known(name, of_verb["options"], fields):
-            return "", unknown_option(word, of_verb["options"], fields)
+        elif not _is_known(name, options, fields):
+            return "", unknown_option(word, options, fields)
     return "", ""
 
 

@@ -22,7 +22,7 @@ from surojax.config.flags import parse_flags
 from surojax.errors import ConfigError, ending, ends_with_code, short_exit_codes
 from surojax.pages.plan_page import PlanRequest, model_name, page
 from surojax.planner.drives import DRIVES, disks
-from surojax.planner.gpus import GPUS, WHICH
+from surojax.planner.gpus import GPUS, gpu_key
 from surojax.planner.plan_text import cost, plan_table
 from surojax.planner.prediction import read_trace
 from surojax.planner.run_plan import Plan, plan
@@ -122,8 +122,7 @@ def main(argv: list[str] | None = None) -> None:
         c, args = parse_flags(argv, parser())
         names = {option: getattr(args, option) for option in ("json", "html", "trace")}
         files = {option: check_output(f"--{option}", name) for option, name in names.items() if name is not None}
-        if args.gpu is None:
-            raise ConfigError(f"no GPU given: pass --gpu NAME; {WHICH}")
+        args.gpu = gpu_key(args.gpu)
         if args.host_memory is not None and not 0 < args.host_memory < float("inf"):
             raise ConfigError(f"--host-memory: expected GiB, more than 0, got {args.host_memory}; leave it out")
         check_cost(args)

@@ -27,10 +27,11 @@ from typing import Any
 
 import jax
 
-from surojax.errors import ConfigError, ending, ends_with_code, need, refusing, short_exit_codes
+from surojax.errors import ConfigError, ending, ends_with_code, refusing, short_exit_codes
 from surojax.pages import runs as runs_page, studio_page
 from surojax.planner import aot
-from surojax.untrusted import expanded
+from surojax.refused_early import RUN
+from surojax.untrusted import check_there
 
 HERE = "127.0.0.1"
 REQUEST_S = 10.0  # for a request to arrive
@@ -206,7 +207,7 @@ def main(argv: list[str] | None = None) -> None:
     try:
         args = parser().parse_args(argv)
         for name in args.runs:
-            need(expanded(name).exists(), "RUN", "the folder of a run", name, "correct it")
+            check_there("RUN", name, RUN)
         if not 0 <= args.port < 2**16:
             raise ConfigError(f"--port: expected 0 to 65535, got {args.port}; leave it out")
         try:

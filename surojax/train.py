@@ -75,6 +75,7 @@ from surojax.training.run_summary import (
     describe_run,
     peak_flops,
     print_prediction,
+    rate_text,
     sample_text,
     write_page,
 )
@@ -164,7 +165,7 @@ def train(
         check_restorable(start.resume, run.plan, run.layers)
     describe_run(c, run, devices, setup.need)
     say(start.found.describe())
-    rate = f"learning rate {c.learning_rate:g}"
+    rate = rate_text(c, start.first_step, start.total_steps)
     say(f"run: {start.total_steps} steps of {tokens_per_step:,} tokens, {rate}, into {setup.output_dir}")
     is_new = (c.from_scratch or not c.model_path) and not c.lora
     say(budget(run.model, start.total_steps * tokens_per_step, is_new=is_new))

@@ -1,6 +1,7 @@
 """Reads untrusted files with limits: on their kind (no pipes), their size, and the depth of JSON."""
 
 import collections
+import difflib
 import errno
 import json
 import os
@@ -12,6 +13,7 @@ from surojax.errors import ConfigError, shown
 
 MiB = 1 << 20
 SMALL = 16 * MiB  # bytes of a file of settings
+TRAINED = "a checkpoint, a run's output_dir, a Hugging Face folder or a GGUF file"  # that a command opens
 MAX_DEPTH = 100  # of lists and objects in each other
 
 
@@ -28,6 +30,16 @@ def expanded(path: str | Path) -> Path:
             reason = getattr(error, "strerror", None) or error
             raise ConfigError(f"expected a path, got {shown(str(path), 80)} ({reason}); correct it") from None
     return Path(full_path)
+
+
+def check_there(option: str, path: str | Path, expected: str, otherwise: str = "correct it") -> None:
+    """Raises ConfigError if nothing has this path; its line ends with the nearest name beside it, or `otherwise`."""
+    full_path = expanded(path)
+    if not os.path.lexists(full_path):
+        beside = os.listdir(full_path.parent) if full_path.parent.is_dir() else []
+        near = difflib.get_close_matches(full_path.name, beside, n=1, cutoff=0.6)
+        change = f"did you mean {Path(path).parent / near[0]}?" if near else otherwise
+        raise ConfigError(f"{option}: expected {expected}, got {str(path)!r} (No such file or directory); {change}")
 
 
 def check_file(path: Path) -> int:

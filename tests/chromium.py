@@ -7,7 +7,10 @@ import pytest
 
 CHROMIUM = shutil.which("chromium")
 FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-quic", "--no-first-run"]
-VIEWS = [(1280, "light"), (400, "dark")]  # width and scheme
+VIEWS = [  # width and scheme
+    pytest.param(view, marks=pytest.mark.full if i else ())
+    for i, view in enumerate([(400, "dark"), (1280, "light"), (1280, "dark"), (400, "light")])
+]
 
 
 @pytest.fixture(scope="module")

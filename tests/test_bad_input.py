@@ -383,7 +383,7 @@ def test_mesh_sizes_are_filled_in():
     assert len(find_devices(0)) == 8
 
 
-@pytest.mark.full(after=1)
+@pytest.mark.full
 @pytest.mark.parametrize(
     "arguments, said",
     [

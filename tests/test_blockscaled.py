@@ -106,7 +106,7 @@ def test_nvfp4_is_numpys(make):
 
 
 def test_weights_are_the_same_numbers_in_both_directions():
-    rows, columns = bs.quantise_nvfp4_weights(normal(2, 64, 128))
+    rows, columns = jax.jit(bs.quantise_nvfp4_weights)(normal(2, 64, 128))
     np.testing.assert_array_equal(numbers(rows), numbers(columns).T)
 
 
@@ -146,7 +146,8 @@ def test_stochastic_rounding_is_right_on_average():
     n = 1 << 14
     places, seeds = jnp.arange(97, dtype=jnp.uint32), jnp.arange(n, dtype=jnp.uint32)
     rounded = lambda dither: nvfp4_format.rounded_to_e2m1(jnp.asarray(x), jnp.float32(1), dither)
-    both = jax.vmap(lambda seed: [rounded(dither) for dither in nvfp4_format.dithers(seed, places)])(seeds[::2])
+    of_seed = lambda seed: [rounded(dither) for dither in nvfp4_format.dithers(seed, places)]
+    both = jax.jit(jax.vmap(of_seed))(seeds[::2])
     draws = np.concatenate(np.float64(both))
     below = np.array([np.max(np.append(GRID, -GRID)[np.append(GRID, -GRID) <= v]) for v in x])
     above = np.array([np.min(np.append(GRID, -GRID)[np.append(GRID, -GRID) >= v]) for v in x])

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 import psutil
 import pytest
-from small import CONFIG, normal, quick_at
+from small import CONFIG, normal, paired, quick_at
 
 from surojax.assembly.assemble import assemble
 from surojax.config.checks import restored_config
@@ -242,14 +242,15 @@ def flip(file: Path, at: float) -> None:
 
 
 DAMAGE = {
-    "cut short": lambda f: f.write_bytes(f.read_bytes()[: f.stat().st_size // 2]),
     "one bit": lambda f: flip(f, 0.5),
+    "cut short": lambda f: f.write_bytes(f.read_bytes()[: f.stat().st_size // 2]),
     "missing": lambda f: f.unlink(),
 }
 
 
-@pytest.mark.parametrize("which", ["largest", "meta/metadata", "master/manifest.ocdbt", "moments/_METADATA"])
-@pytest.mark.parametrize("damage", DAMAGE)
+@pytest.mark.parametrize(
+    "damage, which", paired([*DAMAGE], ["largest", "meta/metadata", "master/manifest.ocdbt", "moments/_METADATA"])
+)
 def test_a_damaged_file_is_named_and_so_is_the_next_checkpoint(tmp_path, damage, which):
     older, path = write(tmp_path, 1, 2)
     file = big_file(path) if which == "largest" else path / which

@@ -54,6 +54,7 @@ def limit(x: np.ndarray, kind: str) -> np.ndarray:
     return half + 4 * F32 * largest
 
 
+@pytest.mark.full(after=4)
 @pytest.mark.parametrize("kind", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_error_is_at_most_half_a_step(shape, kind):

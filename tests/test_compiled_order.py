@@ -4,6 +4,7 @@ Atomic additions differ from run to run, and a version of XLA once sliced host m
 issue 46231), which gives wrong gradients without an error.
 """
 
+import functools
 import re
 from pathlib import Path
 from typing import NamedTuple
@@ -62,7 +63,9 @@ def test_one_row_and_none_that_is_in_the_table():
 
 EXPERTS = {"model.num_experts": 8, "model.num_experts_per_tok": 2, "model.moe_intermediate_size": 128}
 PAIRS = {"objective": "dpo", "per_device_batch_size": 2, "sample_packing": True}
+EXACT = PAIRS | {"xla_options": "exact"}  # resident and offloaded, the two steps that `pytest` compiles
 STEPS = [
+    (1, EXACT),
     (1, PAIRS),
     (2, EXPERTS | {"ep_size": 2}),
     (1, EXPERTS),
@@ -74,6 +77,13 @@ STEPS = [
     (2, EXPERTS | {"ep_size": 2, "lora": True}),
     (2, {"pp_size": 2, "gradient_accumulation_steps": 2}),
 ]
+
+
+@functools.cache
+def text_of(place: str, number: int) -> str:
+    """The compiled text of a step of STEPS or PLACED."""
+    gpus, changes = {"resident": STEPS, "offloaded": PLACED}[place][number]
+    return compiled_step(gpus, **changes)
 
 
 def unordered_scatters(text: str) -> list[str]:
@@ -98,10 +108,10 @@ def atomics(folder: Path) -> list[str]:
 
 
 @needs_compiler
-@pytest.mark.parametrize("gpus, changes", quick_at(STEPS, 0), ids=str)
-def test_no_place_is_written_twice_by_a_scatter(gpus, changes):
+@pytest.mark.parametrize("number", quick_at([(number,) for number in range(len(STEPS))], 0))
+def test_no_place_is_written_twice_by_a_scatter(number):
     """A place that is written several times is atomic operations on a GPU, in the order in which blocks run."""
-    assert not unordered_scatters(compiled_step(gpus, **changes))
+    assert not unordered_scatters(text_of("resident", number))
 
 
 @needs_compiler
@@ -154,6 +164,7 @@ def host_slices(text: str) -> list[HostSlice]:
 
 
 PLACED = [
+    (1, EXACT | ALL),
     (1, ALL),
     (2, ALL | {"zero_level": 3, "shard_outer": True}),
     (1, ALL | {"overlap_update": True}),
@@ -163,10 +174,10 @@ PLACED = [
 
 
 @needs_compiler
-@pytest.mark.parametrize("gpus, changes", quick_at(PLACED, 0), ids=str)
-def test_reverse_loops_slice_host_memory_backward(gpus, changes):
+@pytest.mark.parametrize("number", quick_at([(number,) for number in range(len(PLACED))], 0))
+def test_reverse_loops_slice_host_memory_backward(number):
     """By whole layers: those of the backward pass from the last one to the first, those of other loops ascending."""
-    slices = host_slices(compiled_step(gpus, gradient_accumulation_steps=2, **changes))
+    slices = host_slices(text_of("offloaded", number))
     backward = [s for s in slices if "/backward/while" in s.scope]
     others = [s for s in slices if "/backward/while" not in s.scope]
     assert len(backward) > 5 < len(others)
@@ -252,7 +263,7 @@ def test_few_products_of_fp8_are_to_be_timed(recipe):
 @needs_compiler
 def test_an_offload_changes_no_product_with_exact():
     """Each product of a resident step is one of the offloaded step: as many workspace bytes, the same algorithm."""
-    resident, offloaded = (products(compiled_step(1, xla_options="exact", **changes)) for changes in ({}, ALL))
+    resident, offloaded = (products(text_of(place, 0)) for place in ("resident", "offloaded"))
     assert len(resident) > 5
     assert resident <= offloaded
 

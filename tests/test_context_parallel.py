@@ -132,16 +132,6 @@ def test_sixteen_bits_are_summed_in_float32(method):
     assert ours < 1.2 * worst_relative(grads(one, jnp.bfloat16), exact)
 
 
-@pytest.mark.full
-def test_five_steps_equal_those_of_one_device():
-    """With the state of the optimizer, whose shards are the same for every method."""
-    found = Small(8, cp_size=4, zero_level=3, compute=Compute(cp_method="ring")).train(FIVE)
-    np.testing.assert_allclose(found, Small().train(FIVE), rtol=ORDER_OF_SUMS)
-
-
-FIVE = [tokens(2, 8, 24, seed=i) for i in range(5)]
-
-
 @pytest.mark.parametrize("method, recompute_block", [*((method, True) for method in METHODS), ("ulysses", False)])
 @pytest.mark.full
 def test_a_compiled_step_moves_what_the_formulas_say(method, recompute_block):

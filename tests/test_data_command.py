@@ -74,7 +74,7 @@ def test_the_command_prepares(tmp_path, capsys):
         (["--debug", "-1"], "--debug: expected a number of samples, got -1"),
         (["--config.model.vocab_size=100"], "model.vocab_size: expected at least 257"),
         (["--config.model.vocab_size=1025"], "tokenizer: expected the tokenizer of a vocabulary of 1025, got 'bytes'"),
-        (["--config.data="], "data: expected what to train on, got none"),
+        (["--config.data="], "data: expected files to train on, got none"),
         ([f"--config.data={tmp_path}/nowhere"], "nowhere: expected a file"),
         (["--config.sequence_len=8192", "--debug", "2"], "expected at least 8,193 tokens for one step"),
     ):

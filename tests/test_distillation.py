@@ -149,7 +149,8 @@ def test_divergence_and_gradient_are_those_of_torch(kl):
 
     targets = {"labels": jnp.zeros(len(logits), jnp.int32), "teacher_ids": ids, "teacher": logprobs}
     outer = {"head": jnp.eye(words)}
-    loss, _, gradient = objective.loss_and_gradients(Head(), outer, (), logits, targets, jnp.float32(1), ())  # pyright: ignore
+    both = lambda logits: objective.loss_and_gradients(Head(), outer, (), logits, targets, jnp.float32(1), ())  # pyright: ignore
+    loss, _, gradient = jax.jit(both)(logits)
     np.testing.assert_allclose(loss, case["loss"], rtol=1e-5)
     np.testing.assert_allclose(gradient, case["gradient"], rtol=1e-4, atol=1e-6)
     np.testing.assert_allclose(objective.loss(Head(), outer, logits, targets, ()), case["loss"], rtol=1e-5)  # pyright: ignore

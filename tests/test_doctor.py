@@ -179,6 +179,17 @@ def test_a_check_that_raises_is_a_verdict_and_the_report_goes_on(monkeypatch, tm
     assert len(rows) == 4 and all(len(re.split(r"(?<!\\)\|", row)) == 7 for row in rows)
 
 
+def test_the_status_counts_checks_and_says_how_much_time_is_left(monkeypatch):
+    """Checks with limits of 120, 600 and 300 s: after 12 s for the first, 90 s are left, then 30."""
+    clock, shown = iter([0.0, 0.0, 12.0, 72.0]), []
+    monkeypatch.setattr(doctor.time, "perf_counter", lambda: next(clock))
+    monkeypatch.setattr(doctor, "in_process", lambda name, asked: iter(()))
+    monkeypatch.setattr(doctor.CONSOLE, "status", shown.append)
+    list(doctor.examine(["installation", "step", "copies"], ASKED))
+    expected = ["installation ... 1 of 3", "step ... 2 of 3, 01:30 left", "copies ... 3 of 3, 00:30 left"]
+    assert [text for text in shown if text] == expected
+
+
 def test_without_devices_nothing_else_is_tried(monkeypatch):
     monkeypatch.setattr(doctor, "in_process", lambda name, asked: iter([failed(name, "devices", "no driver")]))
     found = list(doctor.examine(["installation", "step"], ASKED))

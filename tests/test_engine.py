@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from small import CONFIG, Small, plain_loss, quick_at, tokens, worst_relative
 
-from surojax.models.model import Compute, Recompute
 from surojax.models.rotary import RopeScaling
 from surojax.placement.layout import batch_sharding, replicated_matrices, specs
 from surojax.planner import hlo
@@ -131,50 +130,6 @@ def test_accumulation_does_not_change_the_result(devices, accumulation):
     ours = engine_gradients(Small(devices), batch)
     assert ours[0] == pytest.approx(expected[0], rel=ORDER_OF_SUMS)
     assert worst_relative(ours[1], expected[1]) < ORDER_OF_SUMS
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("chunks", quick_at([(8,)], 0))
-def test_head_chunks_do_not_change_the_result(chunks):
-    batch, loss, grads = reference(CONFIG)
-    ours, our_grads = engine_gradients(Small(lmhead_chunks=chunks), batch)
-    assert ours == pytest.approx(loss, rel=ORDER_OF_SUMS)
-    assert worst_relative(our_grads, grads) < ORDER_OF_SUMS
-
-
-@pytest.mark.full
-def test_recomputing_blocks_changes_nothing():
-    """No arithmetic changes, so not a bit of ten steps may."""
-    batches = [tokens(2, 8, 24, seed=i) for i in range(10)]
-    assert Small(recompute_block=True).train(batches) == Small(recompute_block=False).train(batches)
-
-
-ALL_PARTS = ("norm", "swiglu", "ffn", "att")
-
-
-@pytest.mark.full
-@pytest.mark.parametrize(
-    "config, parts",
-    quick_at(
-        [
-            (CONFIG, ("norm", "ffn")),
-            (GEMMA, ALL_PARTS),
-        ],
-        0,
-    ),
-    ids=["norm-ffn", "gemma-all"],
-)
-def test_recomputing_parts_of_blocks_changes_nothing(config, parts):
-    """Bit by bit over five steps, like recomputing all of a block."""
-    batches = [tokens(2, 8, 24, seed=i) for i in range(5)]
-    recompute = Recompute(**dict.fromkeys(parts, True))
-    ours = Small(recompute_block=False, config=config, compute=Compute(recompute=recompute)).train(batches)
-    assert ours == every_block_again(config)
-
-
-@functools.cache
-def every_block_again(config):
-    return Small(config=config).train([tokens(2, 8, 24, seed=i) for i in range(5)])
 
 
 @pytest.mark.full

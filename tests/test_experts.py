@@ -245,7 +245,7 @@ def two_products(trained, fixed, x_RD, weight_R, number):
     return (jnp.tanh(x_RD @ w["up"].T) * weight_R[:, None]) @ w["down"].T
 
 
-@pytest.mark.full(after=2)
+@pytest.mark.full(after=1)
 @pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize(
     "chosen",

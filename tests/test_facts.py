@@ -174,6 +174,7 @@ def test_the_architecture_of_the_defaults():
 IN_FILES: dict[str, Any] = {"offload_optimizer": "nvme", "offload_master": "nvme", "nvme_path": "folder"}
 
 
+@pytest.mark.full(after=2)
 @pytest.mark.parametrize(
     "changes",
     [

@@ -415,18 +415,27 @@ def test_share_of_the_gpu_that_jax_takes(monkeypatch):
 
 @pytest.mark.parametrize(
     "changes, capability, said",
-    [
-        ({}, "7.5", "'xla' or 'auto' on that GPU, got 'mosaic'; they are for NVIDIA GPUs of compute capability 8.0"),
-        ({}, "gfx942", "'xla' or 'auto' on that GPU, got 'mosaic'; they are for NVIDIA GPUs"),
-        ({"gpus": 2, "zero_level": 3, "model_dtype": "bfloat16"}, "9.0", ""),
-        ({"recipe": "fp8_current"}, "9.0", "'xla' or 'auto', got 'mosaic', but quantize"),
-        (
-            {"recipe": "mxfp8", "block_scaled_products": "native", "model.num_key_value_heads": 8},
-            "10.0",
-            "'xla' or 'auto', got 'mosaic', but mx.quantize",
-        ),
-        ({"optimizer": "adamw8bit"}, "8.0", "'xla' or 'auto', got 'mosaic', but adamw8bit"),
-    ],
+    quick_at(
+        [
+            (
+                {},
+                "7.5",
+                "'xla' or 'auto' on that GPU, got 'mosaic'; they are for NVIDIA GPUs of compute capability 8.0",
+            ),
+            ({}, "gfx942", "'xla' or 'auto' on that GPU, got 'mosaic'; they are for NVIDIA GPUs"),
+            ({"gpus": 2, "zero_level": 3, "model_dtype": "bfloat16"}, "9.0", ""),
+            ({"recipe": "fp8_current"}, "9.0", "'xla' or 'auto', got 'mosaic', but quantize"),
+            (
+                {"recipe": "mxfp8", "block_scaled_products": "native", "model.num_key_value_heads": 8},
+                "10.0",
+                "'xla' or 'auto', got 'mosaic', but mx.quantize",
+            ),
+            ({"optimizer": "adamw8bit"}, "8.0", "'xla' or 'auto', got 'mosaic', but adamw8bit"),
+        ],
+        0,
+        2,
+        5,
+    ),
     ids=["old", "amd", "served", "fp8", "mxfp8", "adamw8bit"],
 )
 def test_kernels_that_cannot_run_are_refused(changes, capability, said):

@@ -138,7 +138,8 @@ def opened(path: Path):
     return c, model, sources.open_weights(c, model)
 
 
-@pytest.mark.parametrize("case", ["llama", "qwen2", "qwen3"])
+@pytest.mark.full(after=1)
+@pytest.mark.parametrize("case", ["qwen2", "llama", "qwen3"])
 def test_a_file_is_the_model_it_was_made_of(tmp_path, case):
     """Settings, every tensor to the bit, and transformers' logits."""
     c, _, weights = opened(write_file(tmp_path / "x.gguf", case))

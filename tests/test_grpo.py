@@ -279,10 +279,10 @@ def test_grpo_learns_what_is_rewarded_and_goes_on_after_a_kill_to_the_same_bits(
     fields = {"data": str(file), "datasets": (), "grpo_beta": 0.05, "max_steps": 24, "eval_steps": 12, "save_steps": 12}
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     result = train(config(whole, **fields))
-    first, *_, last = [record for record in result.history if record["log"] == "step"]
+    first, *_, last = steps = [record for record in result.history if record["log"] == "step"]
     assert first["kl"] == pytest.approx(0, abs=1e-6) and last["kl"] > 0
-    for name, most in (("clip_ratio/high_mean", 0.3), ("clip_ratio/low_mean", 0.1)):  # rose and fell as rewarded
-        assert first[name] < most < last[name]
+    for name in ("clip_ratio/high_mean", "clip_ratio/low_mean"):  # tokens rose and fell as rewarded
+        assert first[name] == 0 and np.mean([record[name] for record in steps[-8:]]) > 0.2
     evaluated = [record for record in result.history if record["log"] == "eval"]
     assert all("clip_ratio/low_mean" in record and "perplexity" not in record for record in evaluated)
 

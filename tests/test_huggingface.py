@@ -461,7 +461,7 @@ def not_aligned(array: np.ndarray) -> np.ndarray:
 @needs(4)
 @pytest.mark.parametrize(
     "case, placed",
-    quick_at([(case, placed) for case in ("llama3_rope", "qwen2", "gemma3") for placed in PLACED], 1, 3, 5, 7),
+    quick_at([(case, placed) for case in ("llama3_rope", "qwen2", "gemma3") for placed in PLACED], 3, 5, 7),
 )
 def test_weights_arrive_to_the_bit_under_every_placement(tmp_path, case, placed):
     """A tied head and biases; read from three files, one layer in memory at a time."""

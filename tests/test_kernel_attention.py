@@ -63,6 +63,7 @@ CASES = [
     ([(64, 64)], 3, 1, 16, 0, {}),  # documents end with tiles; one head is shared by all
     ([(1,) * 30 + (34,)], 2, 2, 48, 0, {}),
     ([(20, 44)], 2, 1, 16, 0, {"scale": 0.5, "softcap": 2.0}),  # scores up to 10 times the cap
+    ([(3, 67)], 2, 1, 16, 40, {}),
     ([(5, 123)], 2, 1, 128, 2, {}),  # a query sees two keys
     ([(20, 44)], 2, 1, 256, 0, {}),  # results in two parts of 128 channels
     ([(20, 44)], 1, 1, (192, 128), 0, {}),  # in parts of 96 and 64
@@ -71,7 +72,7 @@ CASES = [
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("lengths, H, K, h, window, scores", quick_at(CASES, 1))
+@pytest.mark.parametrize("lengths, H, K, h, window, scores", quick_at(CASES, 5))
 def test_kernel(lengths, H, K, h, window, scores):
     q, k, v, do, starts = data(lengths, H, K, h)
     kernel = lambda q, k, v: op.attention(q, k, v, starts, window=window, **scores, **KERNEL)

@@ -139,6 +139,7 @@ def test_what_is_left_to_xla_is_said_once(op, monkeypatch):
     jax.eval_shape(functools.partial(UNSERVED[op], implementation="xla"))
 
 
+@pytest.mark.full(after=6)
 @pytest.mark.parametrize("op", SERVED)
 def test_kernels_need_a_gpu_or_the_interpreter(op):
     """Traced they may be, for a GPU that is not here; run or compiled for this device, the error names the op."""

@@ -1,7 +1,6 @@
 """What the kinds of mixers and MLPs declare (models/kinds), and that those who ask get it."""
 
 import dataclasses
-from types import SimpleNamespace
 
 import jax
 import pytest
@@ -17,7 +16,7 @@ from surojax.models.kinds.gated_delta import GatedDelta
 from surojax.models.kinds.gated_mlp import SwiGLU
 from surojax.models.kinds.self_attention import Attention
 from surojax.models.kinds.short_conv import ShortConv
-from surojax.models.kinds.sublayer import Width
+from surojax.models.kinds.sublayer import ContextNumbers, OnGpu, Width
 from surojax.numerics.fp8 import Sites
 
 EXPERTS = dataclasses.replace(CONFIG, num_experts=4, num_experts_per_tok=2, n_shared_experts=1, scoring_func="sigmoid")
@@ -116,5 +115,17 @@ def test_a_state_that_does_not_grow_is_declared_so():
     assert (state.shape, state.dtype) == ((2, 2, 3, 4, 3), "float32")
     assert (inputs.shape, inputs.dtype) == ((2, 3, 2 * 8 + 18), "bfloat16")
     assert delta.decode_state(2, 10_000, "bfloat16") == (state, inputs)
-    with pytest.raises(ConfigError, match=r"^cp_size: expected 1 with layers of short convolutions, got 2"):
-        conv.check_context(SimpleNamespace(cp_size=2))
+
+
+def test_chunks_and_devices_hand_on_what_a_kind_declares():
+    """Keys and values of all tokens, or a state for each chunk but the last; pieces send a halo, and maps of states."""
+    x = OnGpu(rows=3, tokens=8, dtype="bfloat16", tensor=1, per_sequence=1, chunks=4)
+    attention, conv, delta = Attention(CONFIG), ShortConv(CONFIG), GatedDelta(DELTA)
+    assert attention.bytes_between_chunks(x) == 2 * 3 * 32 * 2 * (2 * 8)
+    assert conv.bytes_between_chunks(x) == 3 * 3 * 2 * 32 * 2
+    state, inputs = 2 * 3 * 4 * 3 * 4, 3 * (2 * 8 + 18) * 2
+    assert delta.bytes_between_chunks(x) == 3 * 3 * (state + inputs)
+    assert delta.bytes_between_chunks(x._replace(tensor=2)) == 3 * 3 * (state + inputs) // 2
+    assert conv.context_numbers(2, 4) == ContextNumbers(halo=2 * 16)
+    assert delta.context_numbers(2, 4) == ContextNumbers(halo=3 * 17, maps=3 * 4 * (4 + 3))
+    assert [kind.appends for kind in (attention, conv, delta)] == [True, False, False]

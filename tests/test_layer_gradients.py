@@ -259,7 +259,7 @@ def test_a_step_reads_and_writes_what_is_planned(tmp_path, monkeypatch, late, in
     assert put[0] == (1 if late else 2) * weights  # on the device the update leaves them there
 
 
-@pytest.mark.full(after=1)
+@pytest.mark.full
 @pytest.mark.parametrize("part", [0.3, 2.0])
 def test_a_budget_of_device_memory_is_room_for_the_layer_that_comes_next(tmp_path, monkeypatch, part):
     """The largest tensors of a layer, as many as fit, are put on the device before the program of its update."""
@@ -292,7 +292,7 @@ def test_a_budget_of_device_memory_is_room_for_the_layer_that_comes_next(tmp_pat
 
 def test_a_disk_that_fails_ends_the_step(tmp_path, monkeypatch):
     """In the middle of either pass, in a thread that writes: the error is raised, and nothing waits for ever."""
-    small = Small(batch=(A, B, S), nvme_path=str(tmp_path), **(IN_MEMORY | STEP))
+    small = Small(batch=(A, B, S), nvme_path=str(tmp_path), **(IN_MEMORY | WEIGHTS | STEP | STATE))
     plain = Store.write
     for stacks in (small.run.files.residuals["blocks"], small.run.files.grads["blocks"]):
         lost = 1, jax.tree.leaves(stacks)[0].place

@@ -377,7 +377,7 @@ def test_elementwise_optimizers_of_optax_are_taken(make):
         (optax.adafactor, "expected "),
         (lambda rate: optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(rate)), "expected updates that read one"),
         (lambda rate: optax.adagrad(rate, initial_accumulator_value=0.1), "expected a state of zeros"),
-        (optax.adamw(1e-3), "expected optax's, got TypeError"),
+        (optax.adamw(1e-3), "expected a function of the learning rate, got TypeError"),
     ],
 )
 def test_optimizers_that_cannot_be_sharded_are_refused_in_a_line(make, said):

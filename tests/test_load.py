@@ -232,7 +232,7 @@ def test_data_in_a_folder_with_other_files_is_text_as_before(tmp_path):
 
 
 def test_a_run_without_data_asks_for_it(tmp_path):
-    with pytest.raises(ConfigError, match=r"^data: expected what to train on, got none; --config\.data=FILES"):
+    with pytest.raises(ConfigError, match=r"^data: expected files to train on, got none; --config\.data=FILES"):
         load_entries(tmp_path, ())
 
 

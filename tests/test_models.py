@@ -446,7 +446,6 @@ def toy_loss(params, inputs_ABS, labels_ABS, order: str = "one after another"):
             ("alternating", 8, {"zero_level": 2, "replicate": 2, **ALL}),
             ("alternating", 4, {"zero_level": 3, "offload_weights": True, "resident_layers": 9}),
         ],
-        0,
         3,
     ),
 )

@@ -96,6 +96,7 @@ def test_a_table_has_the_tests_of_the_lines_that_read_it():
     assert [test.name for test in found[file, condition]] == ["refuses"]
 
 
+@pytest.mark.full
 def test_a_table_has_the_tests_that_read_its_name():
     """Wherever in the function, its decorators included."""
     file = "surojax/data/datasets.py"

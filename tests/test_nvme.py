@@ -184,14 +184,6 @@ def test_the_layer_of_one_stage_is_read_to_the_bit(dtype):
 
 
 @pytest.mark.full
-def test_gradients_that_are_summed_over_groups_late(tmp_path):
-    """HSDP with gradients in host memory: each row of the mesh has its own until the update."""
-    placed: dict[str, Any] = {"replicate": 2, "zero_level": 3, **REST}
-    expected = Small(4, offload_optimizer=True, offload_master=True, **placed).train(BATCHES)
-    assert Small(4, nvme_path=str(tmp_path), **BOTH, **placed).train(BATCHES) == expected
-
-
-@pytest.mark.full
 def test_how_long_files_were_busy():
     """Counted once where threads overlap, and up to now while one is at it."""
     busy = Busy()
@@ -671,7 +663,9 @@ def test_a_file_over_two_folders_holds_the_same(tmp_path, monkeypatch):
     sizes = [(folder / layer_file.FILE).stat().st_size for folder in two]
     assert sum(sizes) == runs[0].run.store.places.bytes and abs(sizes[0] - sizes[1]) <= ALIGN
     os.truncate(two[1] / layer_file.FILE, 0)
-    with pytest.raises(NvmeError, match=r"could not read .*/two/layers.bin \(it is shorter than it was made"):
+    with pytest.raises(
+        NvmeError, match=r"could not use .*/two/layers.bin \(it has 0 bytes in place of [\d,]+: something else"
+    ):
         runs[0].train(BATCHES[3:4])
 
 
@@ -858,7 +852,7 @@ def get_config():
 # When it has written so many arrays of the file since its first step began, the process is killed, or the disk is full.
 END = """
 import errno, os, signal, sys
-from surojax import train
+import surojax.train
 from surojax.memory.layer_file import Store
 
 plain, count = os.pwrite, [None]

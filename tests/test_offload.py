@@ -43,20 +43,6 @@ def plain(devices: int, recompute_block: bool) -> list[tuple[float, float]]:
     return Small(devices, zero_level=level, recompute_block=recompute_block).train(BATCHES)
 
 
-@pytest.mark.parametrize("devices, resident, recompute_block", [(4, 2, False)])
-@pytest.mark.full
-def test_resident_layers_change_no_bit(devices, resident, recompute_block):
-    """The first layers' weights stay on the device, the others rest in host memory."""
-    level = 3 if devices > 1 else 1
-    small = Small(devices, zero_level=level, recompute_block=recompute_block, resident_layers=resident, **ALL)
-    blocks = small.state.weights["blocks"]
-    for part, kind, layers in zip(
-        offload.parts(blocks), ("device", "pinned_host"), (resident, 3 - resident), strict=True
-    ):
-        assert {(x.sharding.memory_kind, x.shape[0]) for x in jax.tree.leaves(part.stack)} == {(kind, layers)}
-    assert small.train(BATCHES) == plain(devices, recompute_block)
-
-
 PLACED = [(1, 0.3, True), (4, 0.6, True)]
 
 

@@ -114,7 +114,8 @@ def test_bfloat16_weights_decay_as_float32_ones():
     np.testing.assert_allclose(kept["new"], exact, rtol=1e-6)
 
 
-@pytest.mark.parametrize("make", [adamw, adamw8bit, muon.normuon, lion.lion])
+@pytest.mark.full(after=2)
+@pytest.mark.parametrize("make", [adamw, muon.normuon, adamw8bit, lion.lion])
 def test_small_updates_of_bfloat16_are_not_lost(make):
     """Steps of 2^-12 from 1.0, whose neighbour is 2^-8 below, for 100 steps. Each moves with a probability of 1/16: in
     standard deviations, a mean over 192 numbers is off by 2.8 % of the way; 5 of those."""

@@ -93,15 +93,6 @@ def test_a_large_embedding_is_updated_in_parts_to_the_same_bits():
 
 
 @pytest.mark.full
-def test_files_change_no_bit(tmp_path):
-    """Those of AdamW and NorMuon: tests/test_bits.py."""
-    name = "adamw8bit"
-    small = Small(1, optimizer=OPTIMIZERS[name], offload_optimizer="nvme", nvme_path=str(tmp_path))
-    with claim(small.run.store):
-        assert small.train(BATCHES) == trained(name)[0]
-
-
-@pytest.mark.full
 def test_files_change_no_bit_of_what_is_rounded_at_random(tmp_path):
     """A layer's tensors are counted alike where they are updated together and one after the other."""
     options = {"config": dataclasses.replace(CONFIG, num_hidden_layers=2), "master_dtype": "bfloat16"}

@@ -185,7 +185,7 @@ def test_a_mask_that_is_off_by_one_is_noticed(monkeypatch):
 right = attention.same_document
 
 
-@pytest.mark.full(after=1)
+@pytest.mark.full
 @pytest.mark.parametrize("config", [CONFIG, GEMMA], ids=["llama", "gemma"])
 def test_no_gradient_reaches_another_documents_embeddings(config):
     """Of the whole plain model: the loss of one document, with respect to the embeddings of all tokens of the row."""

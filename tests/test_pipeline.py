@@ -25,7 +25,7 @@ from surojax.errors import ConfigError
 from surojax.memory import host
 from surojax.memory.host import allocate
 from surojax.models import decoder_model
-from surojax.models.model import Compute, RecipeInputs
+from surojax.models.model import RecipeInputs
 from surojax.placement.layout import layouts, specs
 from surojax.placement.mesh import PIPELINE, SHARD, abstract_mesh, data_parallel, mesh_shape
 from surojax.placement.param import OUTER
@@ -123,31 +123,6 @@ def test_padding_changes_nothing_and_has_no_gradient():
     assert not any(np.any(np.asarray(g)) for g in jax.tree.leaves(dw))
     ours, expected = passes_over(padded(segment), RecipeInputs(computes=jnp.bool(True))), passes_over(segment, None)
     jax.tree.map(np.testing.assert_array_equal, ours, expected)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize(
-    "kind, placed, packs",
-    [
-        ({"config": FIVE, "z_loss": 1e-3, "compute": Compute(cp_method="allgather")}, {}, False),
-        ({"packed": True, "compute": Compute(cp_method="ring")}, ONE_BACK, True),
-    ],
-    ids=["allgather", "ring-packed"],
-)
-def test_five_steps_equal_those_of_one_device(kind, placed, packs):
-    """Uneven stages, divided sequences. And to the bit with everything in host memory, in either schedule.
-
-    With a tied head, that adds up gradients of head and embedding in another order; `PLACED` has a step of it.
-    """
-    placed = {"pp_size": 2, "cp_size": 2, "zero_level": 3, **placed}
-    batches = [packed()] * 5 if packs else [tokens(4, 8, 24, seed=i) for i in range(5)]
-    one, eight = Small(**kind), Small(8, **kind, **placed)
-    expected, found = one.train(batches), eight.train(batches)
-    np.testing.assert_allclose(found, expected, rtol=ORDER_OF_SUMS)
-    config = kind.get("config", CONFIG)
-    assert worst_relative(without_padding(eight.state.master, config), one.state.master) < 1e-3  # AdamW amplifies
-    without_padding(eight.state.moments, config)
-    assert Small(8, **kind, **placed | ONE_BACK, **ALL).train(batches) == found
 
 
 @pytest.mark.full
@@ -259,18 +234,6 @@ def test_stages_in_lockstep_add_nothing_where_they_idle(monkeypatch, pp_schedule
     monkeypatch.setattr(pipeline, "allocate", with_nans)
     together = found(Small(2, **kind))
     jax.tree.map(np.testing.assert_array_equal, together, alone)
-
-
-@pytest.mark.full
-def test_five_steps_of_stages_with_other_layers():
-    """Windows in two patterns and padding, packed: as one device, and to the bit with the layers in host memory."""
-    kind: dict[str, Any] = {"config": WINDOWS, "packed": True}
-    batches = [packed()] * 5
-    expected = Small(**kind).train(batches)
-    kind |= {"pp_size": 2, "zero_level": 3, **ONE_BACK}
-    found = Small(4, **kind).train(batches)
-    np.testing.assert_allclose(found, expected, rtol=ORDER_OF_SUMS)
-    assert Small(4, **kind, **ALL, resident_layers=1).train(batches) == found
 
 
 def test_resident_layers_are_the_first_of_each_stage():

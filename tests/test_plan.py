@@ -1023,9 +1023,9 @@ def test_what_would_fit_leaves_room_in_host_memory(monkeypatch):
     assert planner.plan(offloaded, "rtx4090", host_memory=100).fits
     small = planner.plan(offloaded, "rtx4090", host_memory=64)  # the device is not the problem
     assert not small.fits and all("(fits), estimated" in change for change in small.changes)
-    assert all(float(re.search(r"([\d.]+) GiB of host memory", x)[1]) <= 64 for x in small.changes)
+    assert all(float(re.search(r"([\d.]+) GiB of host memory", x)[1]) <= 0.9 * 64 for x in small.changes)
     text = plan_text.plan_table(small)
-    assert "does not fit: 74.8 GiB of 64.0 GiB host memory" in text and small.changes[0] in text
+    assert "does not fit: 74.8 GiB of 57.6 GiB, which is 90% of host memory" in text and small.changes[0] in text
     in_files = planner.plan(config(gpus=1), "rtx4090", host_memory=30).changes
     (files,) = [change for change in in_files if "files on a drive" in change]
     assert "--config.offload_master=nvme" in files and "--config.nvme_path=FOLDER" in files

@@ -5,13 +5,24 @@ import shlex
 from pathlib import Path
 
 import pytest
-from commands import convert, fit, generate, plan, train
+from commands import convert, distill, fit, generate, plan, train
+from test_huggingface import save_tokenizer, write
 from test_pages import test_commands_are_taken as check_command
 
 from surojax import launch, new
 from surojax.__main__ import VERBS
 from surojax.planner import aot
 
+STUDENT = """
+from surojax.config.flags import load_config
+
+def get_config():
+    c = load_config("tiny")
+    c.data, c.data_cache, c.tokenizer, c.output_dir = "text.txt", "cache", "tokenizer.json", "student"
+    c.max_steps, c.eval_steps, c.sample_tokens, c.gpus, c.sequence_len, c.model.num_hidden_layers = 2, 0, 0, 1, 32, 1
+    c.model.vocab_size = 96  # the teacher's
+    return c
+"""
 SMALL = "--config tiny --gpus 1 --output_dir run --data_cache cache --max_steps 2 --eval_steps 0 --sample_tokens 0"
 SMALL += " --model.num_hidden_layers 1 --per_device_batch_size 2 --config.sequence_len=32 --save_steps 0"
 PRINTED = re.compile(rf"(?:^|[:;] |`)(surojax (?:{'|'.join(VERBS)}) [^\n`;]*)", re.MULTILINE)
@@ -31,6 +42,7 @@ def printed_by(capsys, main, line: str) -> list[str]:
 def folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(aot, "available", lambda: False)  # estimates, in place of minutes
+    return tmp_path
 
 
 def test_of_new_and_fit(folder, capsys):
@@ -61,6 +73,39 @@ def test_of_train_convert_and_launch(folder, capsys):
     (again,) = [line for line in printed_by(capsys, train.main, " ".join(shlex.split(resume)[2:])) if "train" in line]
     assert again.endswith("--config.max_steps=8")
     assert launch.accumulation(shlex.split(again)) >= 1
+
+
+@pytest.mark.full
+def test_of_distill(folder, capsys):
+    """What trains on the labels is run with the student's config that it names."""
+    save_tokenizer(write(folder / "MODEL", "qwen2") / "tokenizer.json")
+    save_tokenizer(folder / "tokenizer.json")
+    (folder / "text.txt").write_text("\n\n".join(f"w{i} w{i + 1} " * 40 for i in range(50)))
+    line = "--model_path MODEL --data text.txt --config.distill_path=labels --data_cache cache --sequence_len 32"
+    (folder / "STUDENT.py").write_text(STUDENT)
+    (command,) = printed_by(capsys, distill.main, f"{line} --sample_packing no --model_dtype float32")
+    assert command == "surojax train --config STUDENT.py --config.objective=distill --config.distill_path=labels"
+    train.main(shlex.split(command)[2:])
+
+
+@pytest.mark.full
+def test_of_launch(folder, capfd):
+    """Two processes print what one would, behind its number, and resume as two again."""
+    processes = "launch -n 2 --devices-per-process 1 -- surojax train"
+    line = f"{processes} {SMALL.replace('--gpus 1', '--gpus 2')}"
+
+    def started(words: list[str]) -> list[str]:
+        with pytest.raises(SystemExit) as ended:
+            launch.main(words[1:])
+        assert not ended.value.code
+        return PRINTED.findall(capfd.readouterr().out)
+
+    sample, export, resume = started(shlex.split(line))
+    assert sample == "surojax generate --checkpoint run --prompt TEXT" and resume.startswith(f"surojax {processes} ")
+    check_command("", resume)
+    *_, again = started(shlex.split(resume)[1:])
+    assert again.endswith("--config.max_steps=8") and len(again) == len(resume)
+    convert.main(shlex.split(export)[2:])
 
 
 def test_an_export_that_is_there_is_followed_by_another(tmp_path):

@@ -63,10 +63,10 @@ def test_the_command_answers(capsys, monkeypatch):
         return trained()
 
     monkeypatch.setattr(generate, "load_trained", load)
-    flags = ["--checkpoint", "X", "--max-tokens", "5", "--temperature", "0", "--prompt", "Hi", "--prompt", "What?"]
+    flags = ["--checkpoint", "X", "--max-tokens", "5", "--temperature", "0", "--prompt", "Hi", "--prompt", "So"]
     generate.main([*flags, "--chat", "--system", "Be brief.", "--chat-template", "chatml"])
     options = {"max_tokens": 5, "temperature": 0}
-    expected = [answer_message(trained(), message, "Be brief.", **options) for message in ("Hi", "What?")]
+    expected = [answer_message(trained(), message, "Be brief.", **options) for message in ("Hi", "So")]
     assert capsys.readouterr().out == expected[0] + "\n---\n" + expected[1] + "\n"
     assert asked == [("X", "", "chatml")]
     with pytest.raises(SystemExit, match=r"error: --samples: expected --rollouts with it"):

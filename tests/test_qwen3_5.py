@@ -14,9 +14,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 from commands import convert
-from small import CONFIG, Small, needs, plain_loss, quick_at, tokens, vectors_drawn, worst_relative
-from test_engine import ORDER_OF_SUMS, engine_gradients
-from test_experts import ALL
+from small import CONFIG, quick_at
 
 from surojax import ConfigError, default_config
 from surojax.assembly.from_config import architecture
@@ -41,7 +39,6 @@ from surojax.optim.adamw import adamw
 from surojax.optim.optimizer import TensorContext, scalars
 from surojax.placement.layout import Layout
 from surojax.placement.param import OUTER
-from surojax.verification.settings import NVME_ALL
 
 with np.load(Path(__file__).parent / "fixtures" / "qwen3_5_reference.npz") as arrays:
     REFERENCE = dict(arrays)
@@ -291,38 +288,6 @@ HYBRID = dataclasses.replace(
     linear_key_head_dim=8,
     linear_value_head_dim=4,
 )
-
-
-@needs(4)
-@pytest.mark.full
-@pytest.mark.parametrize(
-    "devices, placed",
-    [(4, {"zero_level": 3, "tp_size": 2, **ALL}), (1, {}), (4, {"zero_level": 3, **ALL}), (2, {"tp_size": 2})],
-)
-def test_gradients_equal_reverse_mode(devices, placed):
-    """Whatever the placement, of layers that alternate."""
-    model = decoder_model.build(HYBRID)
-    small = Small(devices, model=model, microbatches_per_fetch=3, **placed)
-    with vectors_drawn():
-        params = model.init(0)
-    batch = tokens(3, 8, 16)
-    expected = jax.jit(jax.value_and_grad(plain_loss(HYBRID)))(params, *batch)
-    assert worst_relative(engine_gradients(small, batch), expected) < ORDER_OF_SUMS
-
-
-@pytest.mark.full
-def test_trains_alike_under_every_placement(tmp_path):
-    """To the bit: with everything offloaded, updated under the next forward pass, and in files."""
-    model = decoder_model.build(HYBRID)
-    batches = [tokens(2, 8, 16, seed=i) for i in range(3)]
-    losses = Small(model=model).train(batches)
-    assert len(set(losses)) == len(losses)
-    for number, late in enumerate((False, True)):
-        assert Small(model=model, microbatches_per_fetch=2, overlap_update=late, **ALL).train(batches) == losses
-        folder = tmp_path / f"{number}"
-        folder.mkdir()
-        in_files = Small(model=model, batch=(2, 8, 16), nvme_path=str(folder), overlap_update=late, **NVME_ALL)
-        assert in_files.train(batches) == losses
 
 
 def test_adapters_are_of_all_matrices_of_both_mixers():

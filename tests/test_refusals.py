@@ -76,6 +76,8 @@ def config(example):
 def both(one: Feature, other: Feature) -> dict | None:
     """Settings that make both choices; None if they are choices of the same field."""
     for example in ({**one.example, **other.example}, {**other.example, **one.example}):
+        if "model.layer_types" in example:  # names of attention's matrices alone leave the other layers unadapted
+            example.pop("lora_target_modules", None)
         values = DEFAULTS | SIZES | {"num_shards": 1} | example
         if one.holds(values, DEFAULTS) and other.holds(values, DEFAULTS):
             return example
@@ -142,12 +144,12 @@ def test_every_feature_is_possible():
 
 
 PAIRS = list(itertools.combinations(features(), 2))
-PARTS = 25
+PARTS = 50
 
 
 @pytest.mark.parametrize("part", quick_at([(part,) for part in range(PARTS // 5)], 0))
 def test_every_pair_is_refused_by_the_table_or_assembled(part, pytestconfig):
-    """`pytest` walks one pair in 25, `pytest --all` one in five; which ones, --drawn-by says."""
+    """`pytest` walks one pair in 50, `pytest --all` one in five; which ones, --drawn-by says."""
     shuffled = random.Random(pytestconfig.option.drawn_by).sample(PAIRS, len(PAIRS))
     found = [decided(*pair) for pair in shuffled[part::PARTS]]
     assert {"refused", "accepted"} <= set(found)

@@ -62,6 +62,7 @@ def test_a_row_with_files_has_the_disks_and_what_is_written():
     )
 
 
+@pytest.mark.full
 def test_the_picture_is_small(tmp_path):
     pytest.importorskip("matplotlib")
     file = tmp_path / "x.svg"

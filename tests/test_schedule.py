@@ -7,6 +7,7 @@ from surojax.errors import ConfigError
 from surojax.parallel.schedule import (
     NONE,
     SCHEDULES,
+    check_counts,
     check_stages,
     layers_of_stage,
     patterns_of_stages,
@@ -76,6 +77,17 @@ def test_stages_of_equal_kinds_have_one_pattern():
     assert patterns_of_stages("ababa", 2) == ((tuple("aba"), tuple("baa")), (0, 1))
     assert patterns_of_stages("aaabaaab", 4) == ((tuple("aa"), tuple("ab")), (0, 1, 0, 1))
     assert patterns_of_stages("aab", 1) == ((tuple("aab"),), (0,))
+
+
+def test_stages_have_as_many_layers_of_each_kind():
+    """In any order; of one kind, the last stage may have fewer."""
+    for kinds, stages in (("aab" * 4, 4), ("aabbaa", 2), ("aaa", 2), ("ab", 1)):
+        check_counts(kinds, stages)
+    for kinds, stages, fits in (("aab" * 3, 2, 1), ("ab" * 6, 4, 3), ("ababa", 2, 1), ("aabb" * 3, 6, 3)):
+        with pytest.raises(
+            ConfigError, match=rf"^pp_size: expected stages with as many .*, got {stages}.*; use {fits}$"
+        ):
+            check_counts(kinds, stages)
 
 
 def test_stages_without_layers_are_refused():

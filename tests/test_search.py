@@ -107,7 +107,9 @@ def test_the_rules_lose_nothing(part, host):
     c = checked(config(**SMALL), GPU)
     whole = candidate.estimated(c, GPUS[GPU]).need
     limits = Memory(part * whole.device, float("inf") if host is None else host * whole.device)
-    found = search.search(Space(c, GPUS[GPU], limits))
+    shown: list[str] = []
+    found = search.search(Space(c, GPUS[GPU], limits), status=shown.append)
+    assert shown[-1].startswith("estimating settings: kind ") and shown[-1].endswith(f"of {found.families} at most")
     best = min(seconds for seconds, _ in everything(c, limits))
     assert found.candidates[0].seconds <= best * (1 + 1e-9)
     assert all(x.need.fits(limits) for x in found.candidates)

@@ -67,7 +67,8 @@ def test_nothing_passes_a_border():
     assert np.abs(computed(ours(), REFERENCE["x"], starts=None)[0] - REFERENCE["y"]).max() > 0.1
 
 
-@pytest.mark.parametrize("pieces", [(1,) * sum(LENGTHS), (4, 1, 8), (2, 11)], ids=str)
+@pytest.mark.full(after=1)
+@pytest.mark.parametrize("pieces", [(4, 1, 8), (1,) * sum(LENGTHS), (2, 11)], ids=str)
 def test_pieces_hand_on_a_state_of_two_tokens(pieces):
     """As sampling does, token by token or with a longer prompt; the state does not grow."""
     state = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), ShortConv(SIZES).decode_state(1, 100, "float64"))

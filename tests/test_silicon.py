@@ -60,6 +60,7 @@ def test_the_list_has_every_item(capsys):
     assert len({line.count("|") for line in lines}) == 1
 
 
+@pytest.mark.full(after=10)
 @pytest.mark.parametrize("item, variant", STEPS, ids=[f"{item.name} {variant.name}" for item, variant in STEPS])
 def test_every_step_is_a_config_that_fits(item, variant):
     """On an H200, and those of the first call on an H100, by the estimate that `train` goes by; dry flags as well."""

@@ -37,8 +37,11 @@ def with_one_more_column(q, k, v, sinks, starts, window: int, scale: float, soft
 
 
 def with_gradients(f, do, *operands):
-    o, vjp = jax.vjp(f, *operands)
-    return o, *vjp(do.astype(o.dtype))
+    def both(do, *operands):
+        o, vjp = jax.vjp(f, *operands)
+        return o, *vjp(do.astype(o.dtype))
+
+    return jax.jit(both)(do, *operands)
 
 
 FAR = np.array([3e38, -1e4, 300.0, -3e38], np.float32)  # from all scores, on either side

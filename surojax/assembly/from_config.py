@@ -166,7 +166,7 @@ def model(c: configs.Config, block: type | None = None) -> Model:
     return own_parts.build_block(block, lambda: entry.build(architecture(c), compute(c), block))
 
 
-def _schedule(c: configs.Config, peak: float, total_steps: int) -> Schedule:
+def rate_schedule(c: configs.Config, peak: float, total_steps: int) -> Schedule:
     """Makes the learning rate schedule of a config, with this peak."""
     return learning_rate_schedule(
         c.lr_scheduler_type,
@@ -188,5 +188,5 @@ def _optimizer(c: configs.Config, total_steps: int, make: MakeTransformation | N
                     f"{name}: expected {default!r} with an optimizer of optax, which does not read it, got "
                     f"{settings[name]!r}; leave it out, and give it to the function"
                 )
-        return from_optax(make, _schedule(c, c.learning_rate, total_steps), max_grad_norm=c.max_grad_norm)
-    return optimizers.build_optimizer(c.optimizer, settings, lambda peak: _schedule(c, peak, total_steps))
+        return from_optax(make, rate_schedule(c, c.learning_rate, total_steps), max_grad_norm=c.max_grad_norm)
+    return optimizers.build_optimizer(c.optimizer, settings, lambda peak: rate_schedule(c, peak, total_steps))

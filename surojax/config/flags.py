@@ -1,10 +1,8 @@
 """Reads config files and command lines, `--config FILE --config.FIELD=VALUE ...`, and prints help for every field."""
 
 import argparse
-import difflib
 import inspect
 import itertools
-import re
 import runpy
 import sys
 import traceback
@@ -14,14 +12,12 @@ from typing import NoReturn, cast
 
 import ml_collections
 
-from surojax.config.fields import DEFAULTS, FIELDS, SECTIONS, Config
-from surojax.declared import KINDS
+from surojax.command_line import NO_CONFIG, WORDS, field_value, file_of_config, parsed_options, split_flags
+from surojax.config.fields import FIELDS, SECTIONS, Config
 from surojax.errors import ConfigError
 from surojax.exchange.sources import resolved
-from surojax.option_names import ALL_FIELDS, HELP, SHORT, no_field, unknown_option
-from surojax.untrusted import expanded, parse_json
+from surojax.option_names import ALL_FIELDS, HELP
 
-PACKAGE = Path(__file__).parents[1]
 # fields that `--help` shows; `--help fields` shows all
 USUAL = (
     "model_path",
@@ -40,7 +36,6 @@ USUAL = (
     "offload_weights",
 )
 FINETUNE = Path(__file__).with_name("finetune.py")  # the config of a command line that names only a model
-WORDS = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
 
 
 def describe_fields() -> str:
@@ -67,17 +62,12 @@ def parse_flags(argv: list[str] | None, parser: argparse.ArgumentParser) -> tupl
     if any(word in HELP and after == ALL_FIELDS for word, after in itertools.pairwise(argv)):
         print(describe_fields())
         sys.exit()
-    rest, overrides = split_flags(argv, parser)
-    args, unknown = parser.parse_known_args(rest)
-    if unknown:
-        raise ConfigError(unknown_option(unknown[0], parser._option_string_actions, FIELDS, configs()))
+    rest, overrides = split_flags(argv, parser, FIELDS)
+    args = parsed_options(parser, rest, FIELDS)
     if not args.config and "model_path" in dict(overrides):
         args.config = str(FINETUNE)
     if not args.config:
-        raise ConfigError(
-            "no config given: pass --config NAME or FILE, for example --config tiny, or --config.model_path=MODEL "
-            "to fine-tune a model; see --help"
-        )
+        raise ConfigError(NO_CONFIG)
     config = load_config(args.config, lora=trains_adapters(overrides))
     override_all(config, overrides)
     return config, args
@@ -111,37 +101,13 @@ def _refuse(message: str) -> NoReturn:
     raise ConfigError(f"{message}; see --help")
 
 
-def configs() -> dict[str, Path]:
-    """The config files that come with surojax, by name: those in configs/, which a wheel has in the package."""
-    folders = (PACKAGE / "configs", PACKAGE.parent / "configs")
-    folder = next((folder for folder in folders if (folder / "tiny.py").is_file()), folders[0])
-    return {file.stem: file for file in sorted(folder.glob("*.py"))}
-
-
-def is_config_name(path: str) -> bool:
-    """True if a text is meant as a name of `configs`, not as a path. Raises ConfigError if no file can be called so."""
-    return re.fullmatch(r"\w+", path) is not None and not expanded(path).exists()
-
-
 def load_config(path: str, *, lora: bool = False) -> Config:
     """Returns `get_config()` of a Python file, or of a config by its name, such as "llama7b".
 
     lora: whether adapters will be trained, which a `get_config(lora)` is told, so that values may depend on it.
     Raises ConfigError if there is no such file or it returns no config.
     """
-    if is_config_name(path):
-        if path not in configs():
-            near = difflib.get_close_matches(path, configs(), n=1)
-            hint = f"did you mean {near[0]}?" if near else "choose one, or a Python file"
-            raise ConfigError(f"--config: expected a name of {', '.join(configs())}, got {path!r}; {hint}")
-        path = str(configs()[path])
-    file = expanded(path)
-    if not file.is_file() or file.suffix != ".py":
-        near = difflib.get_close_matches(file.name, [p.name for p in file.parent.glob("*.py")], n=1)
-        hint = f"see configs/ for examples, or take one by its name: {', '.join(configs())}"
-        hint = f"did you mean {file.parent / near[0]}?" if near else hint
-        is_what = "another kind of file" if file.is_file() else "a folder" if file.is_dir() else "nothing there"
-        raise ConfigError(f"--config: expected a Python file with get_config(), got {path!r} ({is_what}); {hint}")
+    path = str(file_of_config(path))
     try:
         get_config = runpy.run_path(path).get("get_config")
         if get_config is None:
@@ -165,43 +131,6 @@ def _in_words(error: BaseException) -> str:
     return f"{type(error).__name__}: {text[:200]}"
 
 
-def split_flags(argv: list[str], parser: argparse.ArgumentParser) -> tuple[list[str], list[tuple[str, str | None]]]:
-    """Splits arguments into (those that set no field, [(field, text of its value or None)] for those that set one).
-
-    Fields may be written without `config.` where the parser has no option of that name.
-    """
-    rest = []
-    overrides = []
-    argv = list(argv)
-    while argv:
-        name, equals, text = argv.pop(0).partition("=")
-        fields = _fields_of(name, parser)
-        if not fields:
-            rest.append(name + equals + text)
-        elif equals:
-            overrides += [(field, text) for field in fields]
-        else:
-            follows = argv and not argv[0].startswith("--") and _is_value(fields[0], argv[0])
-            value = argv.pop(0) if follows else None
-            overrides += [(field, value) for field in fields]
-    return rest, overrides
-
-
-def _fields_of(option: str, parser: argparse.ArgumentParser) -> tuple[str, ...]:
-    """Returns the fields that an option sets, none if it is the command's own or unknown."""
-    if option.startswith("--config."):
-        return (option.removeprefix("--config."),)
-    field = option.removeprefix("--").replace("-", "_")
-    if not option.startswith("--") or option in parser._option_string_actions:
-        return ()
-    return SHORT.get(field, (field,) if field in DEFAULTS else ())
-
-
-def _is_value(field: str, text: str) -> bool:
-    """Returns whether the word behind an option is its value: behind a switch that is only one of `WORDS`."""
-    return type(DEFAULTS.get(field)) is not bool or text.lower() in WORDS
-
-
 def override_all(config: Config, overrides: Iterable[tuple[str, str | None]]) -> None:
     """Sets fields from pairs (name, text), see `override`.
 
@@ -216,49 +145,6 @@ def override_all(config: Config, overrides: Iterable[tuple[str, str | None]]) ->
 
 def override(config: Config, name: str, text: str | None) -> None:
     """Sets one field from the text of a command line, converted to the field's type. Raises ConfigError."""
-    defaults = DEFAULTS
-    if inside := [field for field in defaults if field.startswith(f"{name}.")]:
-        raise ConfigError(f"--config.{name} holds several fields: set one of {', '.join(inside)}")
-    if name not in defaults:
-        raise ConfigError(no_field(name, FIELDS))
-    if type(defaults[name]) is tuple:
-        config[name] = _entries(name, text)
-        return
-    optional = defaults[name] is None
-    words = FIELDS[name].words
-    kind = bool if optional else type(defaults[name])
+    value = field_value(FIELDS, name, text)
     owner = config.model if name.startswith("model.") else config
-    try:
-        word = text.lower() if text and text.lower() in words else None
-        owner[name.removeprefix("model.")] = word or _value(kind, text, optional)
-    except (KeyError, TypeError, ValueError, OverflowError):
-        expected = KINDS[kind] + (" or unset" if optional else "")
-        expected += "".join(f" or {word}" for word in words)
-        got = "no value" if text is None else repr(text)
-        raise ConfigError(f"--config.{name}: expected {expected}, got {got}; write --config.{name}=VALUE") from None
-
-
-def _entries(name: str, text: str | None) -> tuple[dict, ...]:
-    """Parses the entries of a list like `datasets` from JSON. Raises ConfigError."""
-    try:
-        entries, reason = parse_json(text or ""), ""
-    except ValueError as error:
-        entries, reason = None, f" ({error})"
-    if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
-        got = "no value" if text is None else f"{text[:100]!r}{reason}"
-        example = f"""--config.{name}='[{{"path": "chats.jsonl"}}]'"""
-        raise ConfigError(f"--config.{name}: expected a JSON list of objects, got {got}; for example {example}")
-    return tuple(entries)
-
-
-def _value(kind: type, text: str | None, optional: bool) -> bool | int | float | str | None:
-    """Converts a text to `kind`. Raises KeyError, TypeError, ValueError or OverflowError if that is not possible."""
-    if kind is bool:
-        if text is None:
-            return True  # --config.recompute_block without a value means True
-        return None if optional and text.lower() == "unset" else WORDS[text.lower()]
-    if text is None:
-        raise ValueError
-    if kind is int and "e" in text.lower() and float(text).is_integer():  # 1e3
-        return int(float(text))
-    return kind(text)
+    owner[name.removeprefix("model.")] = value

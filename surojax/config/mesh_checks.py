@@ -7,7 +7,7 @@ from surojax.declared import built
 from surojax.errors import need
 from surojax.numerics.blockscaled import WIDTHS
 from surojax.numerics.recipes import BLOCK_SCALED, Precision
-from surojax.parallel.schedule import check_lockstep, check_stages
+from surojax.parallel.schedule import check_counts, check_lockstep, check_stages
 
 
 def check_mesh(c: Config) -> None:
@@ -73,10 +73,8 @@ def _check_stages(c: Config) -> None:
     check_stages(c.model.num_hidden_layers, c.pp_size)
     if c.pp_size == 1:
         return
+    sizes = base_architecture(c)
+    mixers = sizes.mixers()
+    check_counts(mixers, c.pp_size)
     if c.cp_method == "ring":
-        check_lockstep(_variants(c), c.pp_size)
-
-
-def _variants(c: Config) -> tuple:
-    """The `Variant` of each layer of a config's model."""
-    return base_architecture(c).variants(built(Precision, c))
+        check_lockstep(list(zip(mixers, sizes.variants(built(Precision, c)), strict=True)), c.pp_size)

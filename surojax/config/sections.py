@@ -17,7 +17,7 @@ from surojax.run.trackers import KNOWN as KNOWN_TRACKERS
 from surojax.sizes import MOST_GPUS
 
 GPUS = at_most(MOST_GPUS, f"{MOST_GPUS:,} GPUs")
-SHARDS = Range(lambda v: v == -1 or v >= 1, "1 or more, or -1", "-1 is all that the other sizes leave")
+SHARDS = Range("1 or more, or -1", "-1 is all that the other sizes leave", least=1, besides=-1)
 
 
 @dataclasses.dataclass(frozen=True)

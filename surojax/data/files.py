@@ -16,6 +16,10 @@ _OTHER_FORMATS = {  # by the first bytes of a file
     b"\xfe\xff": "convert the file (iconv -f utf-16 -t utf-8)",
     **{mark: f"let the file's name end in {end}, or decompress it" for end, mark in MARKS.items()},
 }
+NO_DATA = (
+    "data: expected files to train on, got none; --config.data=FILES of text, instructions or conversations (.jsonl, "
+    ".txt, .parquet, .csv), or --config.data=stdlib for a trial on Python's own source"
+)
 _ABOUT = ("dataset_info.json", "state.json", splits.SAVED)
 _MOST_JOINED = 32  # parts between commas that one name may have
 _NOT_LIBRARY = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test", "idlelib", "lib2to3"}

@@ -237,15 +237,21 @@ def read_set(rows: Iterable[Any] | GivenRows, name: str) -> Iterator[DataRow | B
         ) from None
 
 
+def check_set_name(name: str) -> None:
+    """Raises ConfigError if this, which is no file, folder or glob that matches, cannot name a set either."""
+    if not _HUB_NAME.fullmatch(name) or format_of(name) in SUFFIXES:
+        expected = f"{name}: expected a file, a folder or a glob that matches"
+        raise ConfigError(f"{expected}, got nothing of that name in {Path.cwd()}; correct the path")
+
+
 def open_set(name: str, subset: str, split: str) -> Iterable[Any]:
     """Opens a split of a set that the `datasets` library finds, on the hub or in its cache.
 
     Raises ConfigError, which says where it looked, if `name` is a path, or that library is not installed or finds
     nothing.
     """
+    check_set_name(name)
     nothing = f"got nothing of that name in {Path.cwd()}"
-    if not _HUB_NAME.fullmatch(name) or format_of(name) in SUFFIXES:
-        raise ConfigError(f"{name}: expected a file, a folder or a glob that matches, {nothing}; correct the path")
     expected = f"{name}: expected a file, folder or glob, or a set that the datasets library finds"
     try:
         library = importlib.import_module("datasets")  # not among surojax's dependencies

@@ -177,10 +177,7 @@ def load_data(
     `settings.data` nor an entry says what to train on.
     """
     if not (entries.datasets or settings.data):
-        raise ConfigError(
-            "data: expected what to train on, got none; --config.data=FILES of text, instructions or conversations "
-            "(.jsonl, .txt, .parquet, .csv), or --config.data=stdlib for a trial on Python's own source"
-        )
+        raise ConfigError(files.NO_DATA)
     open_once = functools.cache(entries.open_set)
     for_held_out = "validation_datasets" if entries.datasets else "eval_data"
     entries = _with_data(entries, settings, open_once).resolved(open_once)

@@ -6,6 +6,7 @@ from pathlib import Path
 from surojax.errors import ConfigError
 from surojax.exchange.small_files import SMALL_FILES
 
+FOLDER, OF_MODEL = "a folder with config.json", "give the folder of a Hugging Face model, or a .gguf file"  # for errors
 NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 

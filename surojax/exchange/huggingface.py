@@ -10,12 +10,13 @@ from typing import Any, NamedTuple
 
 from surojax.errors import ConfigError, shown
 from surojax.exchange import compressed, missing, parts
+from surojax.exchange.hub import FOLDER, OF_MODEL
 from surojax.families import rope_keys
 from surojax.families.family import REQUIRED, ModelFamily
 from surojax.families.neutral import NEUTRAL, OFF, UNREAD, is_empty
 from surojax.families.registry import ALIASES, FAMILIES, IMAGE_TEXT_FAMILIES
 from surojax.sizes import check_largest
-from surojax.untrusted import expanded, read_json
+from surojax.untrusted import check_there, expanded, read_json
 
 
 def read_config(folder: str | Path) -> dict[str, Any]:
@@ -33,9 +34,10 @@ def read_whole_config(folder: str | Path) -> dict[str, Any]:
     try:
         config = read_json(file)
     except OSError as error:
+        check_there("model_path", folder, FOLDER, OF_MODEL)
         instead = missing.held_instead(file.parent)
-        got = f" with {instead}" if instead else f" ({error.strerror}); give the folder of a Hugging Face model"
-        raise ConfigError(f"model_path: expected a folder with config.json, got {str(folder)!r}{got}") from error
+        got = f" with {instead}" if instead else f" ({error.strerror}); {OF_MODEL}"
+        raise ConfigError(f"model_path: expected {FOLDER}, got {str(folder)!r}{got}") from error
     except ValueError as error:
         raise ConfigError(f"model_path: cannot read {file} ({error}); fetch it again") from error
     if not isinstance(config, dict):

@@ -24,7 +24,7 @@ from surojax.placement.param import Param, part_of, with_part
 from surojax.placement.table import has_format
 from surojax.run import on_disk
 from surojax.run.restore import restore_weights
-from surojax.untrusted import expanded
+from surojax.untrusted import TRAINED, check_there, expanded
 
 
 class Trained(NamedTuple):
@@ -52,6 +52,8 @@ def load_trained(path: str | Path, tokenizer: str = "", chat_template: str = "")
     Raises CheckpointError if the checkpoint is missing or unreadable, ConfigError if the tokenizer is not the one that
     the model was trained with or has more ids than the model has embedding rows, or if another model cannot be read.
     """
+    if not sources.is_model(path):
+        check_there("--checkpoint", path, TRAINED)
     sharding = jax.sharding.SingleDeviceSharding(find_devices(1)[0])
     if sources.is_model(path):
         c = sources.for_inference(default_config(), path, tokenizer)
@@ -68,8 +70,8 @@ def load_trained(path: str | Path, tokenizer: str = "", chat_template: str = "")
     loaded = on_disk.read_newest(path, lambda folder: _of_checkpoint(folder, tokenizer, chat_template, sharding))
     if loaded is None:
         raise CheckpointError(
-            f"--checkpoint: expected a checkpoint, a run's output_dir, a Hugging Face folder or a GGUF file, got "
-            f"{str(path)!r}, which holds {missing.held_instead(Path(path)) or 'none'}"
+            f"--checkpoint: expected {TRAINED}, got {str(path)!r}, which holds "
+            f"{missing.held_instead(Path(path)) or 'none'}"
         )
     return loaded
 

@@ -61,7 +61,7 @@ class Block(nnx.Module):
     x + norm(mixer(norm(x))), then x + norm(mlp(norm(x))).
 
     A subclass computes something else: `__call__` has to use `ops`, `cache` and `routing` as here, `__init__` may add
-    parameters (`layers.parameter`), and `keys_values` returns what attention reads, if `sequence_chunks` divides the
+    parameters (`layers.parameter`), and `handed_on` returns what a chunk hands on, if `sequence_chunks` divides the
     sequence.
     """
 
@@ -87,14 +87,13 @@ class Block(nnx.Module):
         """The mixer, a module that has its own name: `attention`, `conv`."""
         return getattr(self, self.mixer_name)
 
-    def keys_values(self, x_BSD: jax.Array, ops: Operations, first: int) -> Earlier:
-        """Computes what later chunks attend to of a chunk x `[B, C, D]`.
-
-        first: index in its row of the chunk's first token.
-        """
+    def handed_on(self, x_BSD: jax.Array, ops: Operations, before: Cache | Earlier) -> Cache | Earlier:
+        """Computes what later chunks attend to of a chunk x `[B, C, D]`, or the mixer's state after it."""
         how = self.config.rms_norm_eps, self.config.norm_plus_one
         normed_BSD = ops.norm(x_BSD, self.attention_norm[...], *how)
-        return self.mixer.earlier(normed_BSD, ops, None, first)
+        if isinstance(before, Cache):
+            return self.mixer(normed_BSD, ops, None, before)[1]
+        return self.mixer.earlier(normed_BSD, ops, None, before.start)
 
     def __call__(
         self, x_BSD: jax.Array, ops: Operations, cache: Cache | Earlier | None = None, routing: Routing = ROUTES

@@ -219,13 +219,13 @@ OF_EXPERTS = (
     *router_losses,
     tokens_sent,
 )
-convolutions = Feature(
-    f"model.layer_types with other mixers than {ATTENTION} and {LATENT}",
-    ("model.layer_types",),
-    lambda s, _: any(name.strip() not in (ATTENTION, LATENT) for name in s["model.layer_types"].split(",") if name),
-    lambda s: f"with model.layer_types={s['model.layer_types']!r}",
-    "''",
-    {"model.layer_types": "conv,full_attention", "model.num_hidden_layers": 4},
+stages_of_several = Feature(
+    "pp_size > 1 with layers of several mixers",
+    ("pp_size", "model.layer_types"),
+    lambda s, _: s["pp_size"] > 1 and len({name.strip() for name in s["model.layer_types"].split(",")}) > 1,
+    lambda s: f"with pp_size={s['pp_size']} and model.layer_types={s['model.layer_types']!r}",
+    "1",
+    {"model.layer_types": "conv,full_attention", "model.num_hidden_layers": 4, "pp_size": 2},
 )
 no_delta = Feature(
     f"model.layer_types without {DELTA}",
@@ -308,14 +308,6 @@ OF_ATTENTION = (
     is_on("model.qk_norm_whole"),
     is_on("model.norm_plus_one"),
 )
-several_mixers = Feature(
-    "model.layer_types with several mixers",
-    ("model.layer_types",),
-    lambda s, _: len({name.strip() for name in s["model.layer_types"].split(",")}) > 1,
-    clause_of("model.layer_types"),
-    "one",
-    {"model.layer_types": "conv,full_attention", "model.num_hidden_layers": 4},
-)
 several_groups = Feature(
     "microbatches_per_fetch other than gradient_accumulation_steps",
     ("microbatches_per_fetch", "gradient_accumulation_steps", "pp_size", *BY_LAYER),
@@ -356,7 +348,6 @@ REFUSALS = (
     Refusal(is_set("master_dtype", "bfloat16"), sigmoid, "whose bias of the choice is float32", "set it to 'float32'"),
     Refusal(is_on("model.expert_bias", **EXPERTS), sigmoid, "with which it is not built", "leave one of them out"),
     *refuse_each(OF_DELTA, no_delta, "which does not use it", f"leave it out, or put {DELTA} into model.layer_types"),
-    Refusal(is_above("cp_size", 1), delta, "whose states of other GPUs' tokens are not sent yet", "leave it out"),
     Refusal(is_set("master_dtype", "bfloat16"), delta, "whose decays are float32", "set it to 'float32'"),
     *refuse_each(
         OF_LATENT, no_latent, "which does not use it", f"leave it out, or put {LATENT} into model.layer_types"
@@ -374,12 +365,11 @@ REFUSALS = (
         "whose GPUs expand the latents for their own heads alone",
         "set recipe='bf16', or leave cp_size out",
     ),
-    Refusal(several_mixers, stages, "whose layers are equal", "set pp_size=1"),
-    Refusal(
-        convolutions,
-        is_above("sequence_chunks", 1),
-        "whose chunks hand on keys and values alone",
-        "set sequence_chunks=1",
+    *refuse_each(
+        (is_on("offload_weights"), is_on("offload_grads", zero_level=2), is_on("offload_residual")),
+        stages_of_several,
+        "since XLA would copy some of a stage's layers by kernels instead of copy engines",
+        "leave it out, or set pp_size=1",
     ),
     Refusal(dense_first, stages, "whose layers are equal", "leave it out, or set pp_size=1"),
     Refusal(sinks, cudnn, "whose log-sum-exp jax does not give", "set attention='auto'"),

@@ -17,7 +17,7 @@ from flax import nnx
 from pallas_kernels.manual_axes import mark_varying, varying_axes
 from surojax.declared import built
 from surojax.models import chunked, decoder_checks
-from surojax.models.decoder import Block, Outer, declarations, init_layer, init_outer, times
+from surojax.models.decoder import Block, Outer, declarations, init_layer, init_outer, sublayer_types, times
 from surojax.models.decoder_config import SCORE, DecoderConfig
 from surojax.models.kinds.experts import SHARED
 from surojax.models.linear import Product, linear
@@ -186,7 +186,9 @@ def _block_functions(
     _, graph, products, sites = declared
     frozen = config.lora is not None
     if compute.sequence_chunks > 1:
-        return chunked.block_functions(*_chunk_functions(compute, graph, frozen), compute.sequence_chunks, trained)
+        between = chunked.Appended if sublayer_types(config)[0].appends else chunked.Replaced
+        functions = _chunk_functions(compute, graph, frozen)
+        return chunked.block_functions(*functions, compute.sequence_chunks, trained, between)
 
     def applied(w, quantized, x_BSD, recipe_inputs, probes, variant: Variant, starts_BS, routing: Routing):
         """Returns (x, Routed).
@@ -274,16 +276,17 @@ def by_product(w: dict, products: dict) -> dict[Product, Quantized]:
 
 
 def _chunk_functions(compute: Compute, graph, frozen: bool) -> tuple[Callable, Callable]:
-    """Makes `body` and `keys_values` for `chunked.block_functions`. frozen: see `Operations`."""
+    """Makes `body` and `handed_on` for `chunked.block_functions`. frozen: see `Operations`."""
 
-    def body(w, x_BCD, earlier: Earlier, variant: Variant, starts_BC, routing: Routing):
+    def body(w, x_BCD, before: Cache | Earlier, variant: Variant, starts_BC, routing: Routing):
         ops = Operations(compute, variant, starts=starts_BC, frozen=frozen)
-        return nnx.merge(graph, w)(x_BCD, ops, earlier, routing)
+        return nnx.merge(graph, w)(x_BCD, ops, before, routing)
 
-    def keys_values(w, x_BCD, first: int, variant: Variant, starts_BC):
-        return nnx.merge(graph, w).keys_values(x_BCD, Operations(compute, variant, starts=starts_BC), first)
+    def handed_on(w, x_BCD, before: Cache | Earlier, variant: Variant, starts_BC):
+        ops = Operations(compute, variant, starts=starts_BC)
+        return nnx.merge(graph, w).handed_on(x_BCD, ops, before)
 
-    return body, keys_values
+    return body, handed_on
 
 
 ARCHITECTURE = ModelArchitecture(

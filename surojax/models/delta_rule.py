@@ -75,16 +75,27 @@ def gated_delta_rule(
     starts: int32 `[B, T]` or `[1, T]`, index among these tokens at which each token's document starts, negative if
     before them; None: all go on from `state`. state: before the first token; None: zeros. sizes: None: chosen here.
     """
+    return _rule(*prepared(tokens, starts, state, sizes))
+
+
+def prepared(
+    tokens: Tokens,
+    starts: jax.Array | None,
+    state: jax.Array | None,
+    sizes: ChunkSizes | None,
+    pieces: int = 1,
+) -> tuple[ChunkSizes, Tokens, jax.Array, jax.Array]:
+    """Fills in the arguments of `gated_delta_rule` that are None. pieces: rows of tokens for each row of the state."""
     B, T, K, r, v = tokens.v.shape
     wide = jnp.promote_types(tokens.v.dtype, jnp.float32)
     if sizes is None:
         tf32 = tokens.v.dtype.itemsize == 2 and dispatch.choose("delta_rule", None) == "mosaic"
         sizes = ChunkSizes(min(CHUNK, 1 << (T - 1).bit_length()), CHUNKS, tf32)
     starts = jnp.full((1, T), LONG_AGO, jnp.int32) if starts is None else starts
-    state = jnp.zeros((B, K, r, tokens.k.shape[-1], v), wide) if state is None else state
-    axes = frozenset().union(*map(varying_axes, (*tokens, starts, state)))
-    tokens, state = jax.tree.map(lambda x: mark_varying(x, axes), (tokens, state))
-    return _rule(sizes, tokens, starts, state)
+    before = jnp.zeros((B // pieces, K, r, tokens.k.shape[-1], v), wide) if state is None else state
+    axes = frozenset().union(*map(varying_axes, (*tokens, starts, before)))
+    tokens, before = jax.tree.map(lambda x: mark_varying(x, axes), (tokens, before))
+    return sizes, tokens, starts, before
 
 
 # --- (I + S)^-1 -------------------------------------------------------------------------------------------------------
@@ -209,7 +220,7 @@ def group_forward(sizes: ChunkSizes, tokens: Tokens, starts_BNC: jax.Array, stat
 # --- all groups, one after another ------------------------------------------------------------------------------------
 
 
-def _in_groups(sizes: ChunkSizes, x_BT: jax.Array, mode: Any = "constant") -> jax.Array:
+def in_groups(sizes: ChunkSizes, x_BT: jax.Array, mode: Any = "constant") -> jax.Array:
     """Splits tokens into `[G, B, N, C, ...]`, with zeros after the last one, which write nothing and decay nothing."""
     B, T = x_BT.shape[:2]
     N = min(sizes.chunks, -(-T // sizes.chunk))
@@ -218,12 +229,12 @@ def _in_groups(sizes: ChunkSizes, x_BT: jax.Array, mode: Any = "constant") -> ja
     return jnp.moveaxis(x_BT.reshape(B, -1, N, sizes.chunk, *x_BT.shape[2:]), 1, 0)
 
 
-def _all_in_groups(sizes: ChunkSizes, tokens: Tokens, starts_BT: jax.Array) -> tuple[Tokens, jax.Array]:
+def all_in_groups(sizes: ChunkSizes, tokens: Tokens, starts_BT: jax.Array) -> tuple[Tokens, jax.Array]:
     """Returns (tokens, starts from each chunk's first token), both `[G, B, N, C, ...]`."""
-    starts = _in_groups(sizes, starts_BT, "edge")
+    starts = in_groups(sizes, starts_BT, "edge")
     G, _, N, C = starts.shape
     first = C * jnp.arange(G * N, dtype=starts.dtype).reshape(G, 1, N, 1)
-    return jax.tree.map(lambda x: _in_groups(sizes, x), tokens), starts - first
+    return jax.tree.map(lambda x: in_groups(sizes, x), tokens), starts - first
 
 
 def _of_tokens(x_GBNC: jax.Array, T: int) -> jax.Array:
@@ -233,20 +244,20 @@ def _of_tokens(x_GBNC: jax.Array, T: int) -> jax.Array:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _rule(sizes: ChunkSizes, tokens: Tokens, starts_BT: jax.Array, state: jax.Array):
-    return _rule_forward(sizes, tokens, starts_BT, state)[0]
+    return rule_forward(sizes, tokens, starts_BT, state)[0]
 
 
-def _rule_forward(sizes, tokens, starts_BT, state):
+def rule_forward(sizes, tokens, starts_BT, state):
     def step(state, group):
         tokens, starts = group
         out, after = group_forward(sizes, tokens, starts, state)
         return after, (out, state)
 
-    after, (out, before) = jax.lax.scan(step, state, _all_in_groups(sizes, tokens, starts_BT))
+    after, (out, before) = jax.lax.scan(step, state, all_in_groups(sizes, tokens, starts_BT))
     return (_of_tokens(out, tokens.q.shape[1]), after), (tokens, starts_BT, before)
 
 
-def _rule_backward(sizes, saved, cotangents):
+def rule_backward(sizes, saved, cotangents):
     tokens, starts_BT, before = saved
     d_out, d_state = cotangents
     T = tokens.q.shape[1]
@@ -257,9 +268,9 @@ def _rule_backward(sizes, saved, cotangents):
         d_tokens, d_state = vjp((d_out, d_state))
         return d_state, d_tokens
 
-    groups = (*_all_in_groups(sizes, tokens, starts_BT), before, _in_groups(sizes, d_out))
+    groups = (*all_in_groups(sizes, tokens, starts_BT), before, in_groups(sizes, d_out))
     d_state, d_tokens = jax.lax.scan(step, d_state, groups, reverse=True)
     return jax.tree.map(lambda x: _of_tokens(x, T), d_tokens), None, d_state
 
 
-_rule.defvjp(_rule_forward, _rule_backward)
+_rule.defvjp(rule_forward, rule_backward)

@@ -25,6 +25,7 @@ from flax import nnx
 from surojax.declared import AT_LEAST_1, Facts, declare, section_of
 from surojax.models.attention import IMPLEMENTATIONS
 from surojax.models.kinds.sublayer import LayerKinds, Mixer
+from surojax.models.order import LayerRef
 from surojax.numerics.fp8 import Sites
 from surojax.numerics.recipes import Precision
 from surojax.parallel.context import METHODS, Method
@@ -262,6 +263,16 @@ class Model:
         """The indices of the layers whose blocks have a router."""
         routed = (s for s in self.segments if s.statistics is not None)
         return sorted(number for s in routed for number in s.numbers)
+
+    @property
+    def order(self) -> tuple[LayerRef, ...]:
+        """The layers in the order of the model; their kinds are the names of segments."""
+        layers = {
+            number: LayerRef(segment.name, index, variant)
+            for segment in self.segments
+            for index, (number, variant) in enumerate(zip(segment.numbers, segment.variants, strict=True))
+        }
+        return tuple(layers[number] for number in sorted(layers))
 
     @property
     def stretches(self) -> tuple[tuple[Segment, ...], ...]:

@@ -25,7 +25,7 @@ RECIPES = ("bf16", "fp8_hybrid", "fp8_current", "mxfp8", "nvfp4")
 BLOCK_SCALED = ("mxfp8", "nvfp4")
 BLOCK_SCALED_PRODUCTS = ("auto", "native", "emulated")
 KERNELS = ("auto", "xla", "mosaic")
-MARGINS = Range(lambda v: 0 <= v <= 8, "0 to 8 binades", "each one more makes small numbers coarser; 0 is usual")
+MARGINS = Range("0 to 8 binades", "each one more makes small numbers coarser; 0 is usual", least=0, most=8)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,6 +10,7 @@ P pairs of a microbatch on this device.
 """
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -19,7 +20,9 @@ import jax.numpy as jnp
 from surojax.declared import POSITIVE, Facts, Range, declare
 from surojax.objectives.objective import REFERENCE, ObjectiveChoice, OfSequences, Sequences, Sums
 
-BELOW_HALF = Range(lambda v: 0 <= v < 0.5, "0 or more and below 0.5", "0.5 says nothing about which answer is better")
+BELOW_HALF = Range(
+    "0 or more and below 0.5", "0.5 says nothing about which answer is better", least=0, most=math.nextafter(0.5, 0)
+)
 METRICS = ("rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies")
 
 
@@ -38,7 +41,7 @@ class PreferenceSettings:
     # dpo, ipo, kto, grpo with lora: reference computed once before training, not in each step; without lora always
     precompute_ref_log_probs: bool = declare(False, facts=Facts.COST)
     # simpo: by how much the mean log-probability of the chosen answer is to be larger, times beta
-    simpo_gamma: float = declare(0.5, Range(lambda v: v >= 0, "0 or more", "0 is no margin"), facts=Facts.NOTHING)
+    simpo_gamma: float = declare(0.5, Range("0 or more", "0 is no margin", least=0), facts=Facts.NOTHING)
 
 
 class Side(NamedTuple):

@@ -64,7 +64,9 @@ def counts(make: MakeTransformation) -> list[bool]:
         whole, states = _updates(chain, ())
     except Exception as error:  # of whatever the caller gave
         reason = " ".join(str(error).split())[:200]
-        raise ConfigError(f"optimizer: expected optax's, got {type(error).__name__} ({reason}); {ADVICE}") from error
+        raise ConfigError(
+            f"optimizer: expected a function of the learning rate, got {type(error).__name__} ({reason}); {ADVICE}"
+        ) from error
     leaves = list(zip(*map(jax.tree.leaves, states), strict=True))
     is_count = [[float(np.mean(x)) for x in values_by_step] == [*range(TRIED_STEPS + 1)] for values_by_step in leaves]
     is_count = [count and np.ndim(x[0]) == 0 for count, x in zip(is_count, leaves, strict=True)]

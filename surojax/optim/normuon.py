@@ -89,7 +89,7 @@ def orthogonalised(x: jax.Array, steps: int = 5) -> jax.Array:
     return y.T if tall else y
 
 
-STEPS = Range(lambda v: 1 <= v <= 10, "1 to 10", "5 is usual; the result is exact to bfloat16 from 6 on")
+STEPS = Range("1 to 10", "5 is usual; the result is exact to bfloat16 from 6 on", least=1, most=10)
 
 
 @dataclasses.dataclass(frozen=True)

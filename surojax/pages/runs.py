@@ -163,13 +163,14 @@ def read_run(name: str) -> RunRecords:
 
 
 def read_runs(names: Sequence[str]) -> list[RunRecords]:
-    """Reads runs, see `read_run`; those whose folders are called alike get names that tell them apart."""
-    found = [read_run(name) for name in names]
-    parts = [Path(run.path).resolve().parts for run in found]
-    parts = [of[:-1] if of[-1] == METRICS_FILE else of for of in parts]
+    """Reads runs, see `read_run`, each once; those whose folders are called alike get names that tell them apart."""
+    found: dict[tuple[str, ...], RunRecords] = {}
+    for run in map(read_run, names):
+        path = Path(run.path).resolve()
+        found.setdefault((path.parent if path.name == METRICS_FILE else path).parts, run)
     named = []
-    for run, own in zip(found, parts, strict=True):
-        others = [of for of in parts if of != own]
+    for own, run in found.items():
+        others = [of for of in found if of != own]
         length = next((n for n in range(1, len(own)) if all(of[-n:] != own[-n:] for of in others)), len(own))
         named.append(dataclasses.replace(run, name="/".join(own[-length:])))
     return named

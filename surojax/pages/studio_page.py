@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import surojax
+from surojax import command_line
 from surojax.config import flags
 from surojax.config.fields import FIELDS, Config, default_config, flat
 from surojax.errors import ConfigError, need
@@ -80,9 +81,13 @@ class StudioQuery:
 
     def command(self, verb: str) -> str:
         """Formats the command line of a verb with this config."""
-        model = ["--config", self.model] if flags.is_config_name(self.model) else [f"--config.model_path={self.model}"]
+        model = (
+            ["--config", self.model]
+            if command_line.is_config_name(self.model)
+            else [f"--config.model_path={self.model}"]
+        )
         start = started(self.model, lora=self.config.lora)
-        if not flags.is_config_name(self.model):
+        if not command_line.is_config_name(self.model):
             start.lora = False  # the command says it
         change = {name: value for name, value in differing(start, flat(self.config)).items() if name != "model_path"}
         return " ".join(["surojax", verb, shlex.join(model), as_flags(change)]).strip()
@@ -101,7 +106,7 @@ def started(model: str, *, lora: bool = False) -> Config:
 
     lora: whether adapters will be trained, see `flags.load_config`.
     """
-    is_name = flags.is_config_name(model)
+    is_name = command_line.is_config_name(model)
     config = flags.load_config(model if is_name else str(flags.FINETUNE), lora=lora)
     if not is_name:
         config.model_path = model
@@ -251,7 +256,7 @@ def compiled(asked: StudioQuery) -> dict[str, Any]:
 def models() -> dict[str, str]:
     """Returns the configs of configs/ that have sizes of their own, and what they say of themselves."""
     found = {}
-    for name, file in flags.configs().items():
+    for name, file in command_line.configs().items():
         try:
             config = flags.load_config(name)
         except ConfigError:  # it needs a package

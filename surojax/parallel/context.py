@@ -126,6 +126,23 @@ def of_device(x: jax.Array, number: jax.Array | int) -> jax.Array:
     return jax.lax.dynamic_index_in_dim(x, number, keepdims=False)
 
 
+def all_pieces(x_pX: jax.Array, method: Method) -> jax.Array:
+    """The arrays of all pieces in the order of the text, from those of this device's pieces, `[pieces, ...]`."""
+    _, devices = device_number(CONTEXT)
+    if devices == 1:
+        return x_pX
+    gathered = all_gather(x_pX)
+    if pieces_per_device(method) == 1:
+        return gathered[:, 0]
+    return jnp.concatenate([gathered[:, 0], gathered[::-1, 1]])
+
+
+def own_pieces(method: Method) -> list[jax.Array | int]:
+    """The numbers of this device's pieces in the order of the text."""
+    number, devices = device_number(CONTEXT)
+    return [number] if devices == 1 or pieces_per_device(method) == 1 else [number, 2 * devices - 1 - number]
+
+
 def to_next_device(x: jax.Array) -> jax.Array:
     """The array of the device before this one: every device sends its array to the next one; ring."""
     _, devices = device()

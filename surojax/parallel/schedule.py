@@ -111,6 +111,28 @@ def check_stages(layers: int, stages: int) -> None:
         )
 
 
+def check_counts(kinds: Sequence[str], stages: int) -> None:
+    """Raises ConfigError if stages would have other numbers of layers of a kind, of several. kinds: of each layer.
+
+    Layers of a kind are one stack, of which each stage has an equal part.
+    """
+    counts = _counts(kinds, stages)
+    if len(set(kinds)) > 1 and len(counts) > 1:
+        fits = max(n for n in range(1, stages) if len(kinds) % n == 0 and len(_counts(kinds, n)) == 1)
+        found = ", others ".join(" and ".join(f"{n} of {kind}" for kind, n in count) for count in counts[:2])
+        raise ConfigError(
+            f"pp_size: expected stages with as many layers of each kind, got {stages} stages, of which some have "
+            f"{found}; use {fits}"
+        )
+
+
+def _counts(kinds: Sequence[str], stages: int) -> list[tuple[tuple[str, int], ...]]:
+    """The numbers of layers of each kind that stages have, without repetitions."""
+    n = layers_of_stage(len(kinds), stages)
+    parts = [kinds[stage * n : (stage + 1) * n] for stage in range(stages)]
+    return list(dict.fromkeys(tuple((kind, part.count(kind)) for kind in dict.fromkeys(kinds)) for part in parts))
+
+
 class Patterns(NamedTuple):
     """The pattern of each stage: the kinds of its layers in order. Stages with equal patterns run the same loops.
 

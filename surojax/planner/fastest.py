@@ -22,6 +22,7 @@ from surojax.planner.drives import disks
 from surojax.planner.gpus import GB, gpu_key, with_nodes
 from surojax.planner.run_plan import Plan, checked, plan
 from surojax.planner.search import Found, Space, best, kind, search
+from surojax.run.console import progress
 
 MOST_COMPILED = 10
 RETRIES = 2  # of a candidate that does not fit as compiled, each with fewer resident layers
@@ -105,6 +106,7 @@ def fastest(
     keep: Collection[str] = (),
     most: int = MOST_COMPILED,
     say: Callable[[str], None] = lambda text: None,
+    status: Callable[[str], None] = lambda text: None,
 ) -> FitResult:
     """The fastest settings of `config.gpus` GPUs of this kind; the effective batch and the model stay as they are.
 
@@ -112,7 +114,7 @@ def fastest(
     in a machine; None: as usual. host_bandwidth: of its host memory, in GB/s; None: see `Gpu.host_memory`. nvme: room
     for files in GB, on the drives of all machines together; None: no files. disk: the disks of a machine, as
     `drives.disks` takes them; None: assumed. allow: words of `choices.NUMBERS`. keep: fields that are not changed.
-    most: settings that are compiled. say: told what goes on.
+    most: settings that are compiled. say: prints a line. status: shows what is at work, until the next call.
 
     Raises ConfigError for what `train` refuses, and for an unknown GPU.
     """
@@ -130,7 +132,7 @@ def fastest(
     host = math.inf if host_memory is None else host_limit(host_memory * GiB)
     limits = Memory(device_limit(facts), host, (nvme or 0.0) * 1e9)
     space = Space(c, facts, limits, tuple(allow), tuple(keep), disks=disks(disk, c.rates_file))
-    found = search(space)
+    found = search(space, status=status)
     if not found.families:
         raise ConfigError(f"--keep: expected fields that leave settings to try, got {', '.join(keep)}; keep fewer")
     say(
@@ -139,7 +141,8 @@ def fastest(
     )
     if facts.seen.note:
         say(facts.seen.note)
-    rows, refuted = _compiled(config, space, found, gpu, disk, most, say)
+    rows, refuted = _compiled(config, space, found, gpu, disk, most, say, status)
+    status("")
     own_files = limits if nvme is not None else limits._replace(files=math.inf)
     as_given = next((row for row in (*rows, *refuted) if not row.change), None)
     refused = ""
@@ -173,19 +176,31 @@ def fastest(
 
 
 def _compiled(
-    config: Config, space: Space, found: Found, gpu: str, disk: str | None, most: int, say: Callable[[str], None]
+    config: Config,
+    space: Space,
+    found: Found,
+    gpu: str,
+    disk: str | None,
+    most: int,
+    say: Callable[[str], None],
+    status: Callable[[str], None],
 ) -> tuple[list[Trial], list[Trial]]:
     """(rows of candidates that fit as compiled, rows of those that do not). Raises ConfigError if all are refused."""
     rows: list[Trial] = []
     refuted: list[Trial] = []
     refusal = None  # of the compiler or of the checks that come with it
     compiled = 0
+    started, total = time.perf_counter(), min(most, len(found.candidates))
     for candidate in in_order(found.candidates):
         own = differing(space.config, candidate.change)  # "auto" and what it stands for are no change
         candidate = dataclasses.replace(candidate, change=own)
         soonest = min((row.seconds for row in rows if row.plan), default=math.inf)
         if (compiled >= most and (rows or compiled >= 2 * most)) or candidate.seconds > soonest * (1 + BAND):
             continue
+        if aot.available():
+            total = max(total, compiled + 1)
+            at_work = progress(compiled + 1, total, compiled / total, time.perf_counter() - started)
+            status(f"compiling {at_work}, at most")
         try:
             for row in _until_it_fits(config, candidate, gpu, disk, space):
                 compiled += row.plan is not None
@@ -194,7 +209,8 @@ def _compiled(
                     verdict = (
                         f"{1e3 * row.seconds:,.0f} ms" if row.fits else f"{_most(row, space.limits)}: does not fit"
                     )
-                    say(f"compiled {compiled}: {flags(row.change) or 'as given'}: {verdict}")
+                    of = f"{compiled} of {max(total, compiled)} at most"
+                    say(f"compiled {of}: {flags(row.change) or 'as given'}: {verdict}")
         except ConfigError as error:  # what only compiling shows, such as a kernel that does not take these shapes
             refusal = error
     if refusal is not None and not rows and not refuted:

@@ -290,11 +290,14 @@ WHICH = f"known are {', '.join(GPUS)}; AMD's were not tried"
 AMD = r"amd|radeon|instinct|\bmi ?\d{2,3}|\brx ?\d{4}|xtx|\bgfx\d"  # in names of AMD's GPUs
 
 
-def gpu_key(text: str) -> str:
+def gpu_key(text: str | None) -> str:
     """Returns the key of `GPUS` for what a user calls a GPU, whatever its case, spaces, dashes and vendor's words.
 
-    Raises ConfigError for one that is not known, that this project does not compute on, or of which there are several.
+    Raises ConfigError for none, for one that is not known, that this project does not compute on, or of which there are
+    several.
     """
+    if text is None:
+        raise ConfigError(f"no GPU given: pass --gpu NAME; {WHICH}")
     word = _word(text)
     gpu = _BY_WORD.get(word)
     if gpu in REFUSED:

@@ -27,7 +27,7 @@ from surojax.placement.layout import MESH_AXES, Layout
 from surojax.placement.mesh import EXPERT, devices_per_sequence, pipeline_stages, tensor_parallel
 from surojax.placement.param import EXPERTS, OUTER, Kind, Param, part_of
 from surojax.placement.table import Mesh
-from surojax.step.stage_layers import in_lockstep
+from surojax.step.stage_layers import in_lockstep, layer_patterns
 from surojax.step.state_plan import bytes_per_device
 from surojax.step.weights import quantise_with_one_scale
 
@@ -163,9 +163,10 @@ def itemsize(run: Assembly, row: str) -> int:
     return jnp.dtype(getattr(run.engine.table, row).dtype).itemsize
 
 
-def patterns(run: Assembly, segment: Segment) -> Patterns:
-    """The kinds of layers of the stages that a segment is divided over."""
-    return patterns_of_stages(segment.variants, pipeline_stages(run.mesh))
+def patterns(run: Assembly, segment: Segment | None = None) -> Patterns:
+    """The variants of a segment's layers on each stage, or the kinds and variants of all layers."""
+    layers = segment.variants if segment else layer_patterns(run.model)
+    return patterns_of_stages(layers, pipeline_stages(run.mesh))
 
 
 def layer_passes(run: Assembly, microbatches: int) -> int:
@@ -262,7 +263,7 @@ def segment_bytes(run: Assembly, segment: Segment, x: jax.ShapeDtypeStruct, plat
     if plain is not run.model and not engine.recompute_block:
         saved = _block_bytes(run, run.model, segment, x, platform, packed).saved
     number = x.dtype.itemsize
-    numbers = B * S * segment.mixer.numbers_between_chunks(devices_per_sequence(run.mesh))
+    handed_on = segment.mixer.bytes_between_chunks(_on_gpu(run, chunk, chunks))
     senders = run.mesh.shape.get(EXPERT, 1) if segment.statistics else 1
     received = senders * tensor_parallel(run.mesh) * math.prod(chunk.shape) if senders > 1 else 0
     experts = expert_tensors(run, segment)
@@ -282,7 +283,7 @@ def segment_bytes(run: Assembly, segment: Segment, x: jax.ShapeDtypeStruct, plat
         saved=chunk_block.saved,
         attention=chunk_block.attention,
         scores=chunk_block.scores,
-        sequence=number * numbers - size(x) if chunks > 1 else 0,
+        sequence=handed_on - size(x) if chunks > 1 else 0,
         received=number * received,
         received_sums=(number + 4) * received,
         rows=rows,
@@ -314,16 +315,21 @@ def _block_bytes(
 
     chunks: x is one of so many equal parts of a sequence, which attends to all of it.
     """
-    B, S, _ = x.shape
-    per_sequence = devices_per_sequence(run.mesh)
     shapes = tuple(t.shape for t in blocks(run, segment))
     structure = jax.tree.structure(segment.params)
-    mesh = run.mesh if per_sequence > 1 or EXPERT in run.mesh.shape else None
+    mesh = run.mesh if devices_per_sequence(run.mesh) > 1 or EXPERT in run.mesh.shape else None
     saved = _traced_residuals(model, segment, shapes, structure, mesh, x.shape, x.dtype)
-    on_gpu = OnGpu(B, S, x.dtype, tensor_parallel(run.mesh), per_sequence, chunks)
     window = any(variant.window for variant in segment.variants)
-    space = segment.mixer.space(model.compute, on_gpu, gpu=platform != "cpu", packed=packed, window=window)
+    space = segment.mixer.space(
+        model.compute, _on_gpu(run, x, chunks), gpu=platform != "cpu", packed=packed, window=window
+    )
     return BlockBytes(saved + space.saved, space.working, space.scores)
+
+
+def _on_gpu(run: Assembly, x: jax.ShapeDtypeStruct, chunks: int) -> OnGpu:
+    """The `OnGpu` of an input like x, one of so many equal parts of a sequence."""
+    rows, tokens, _ = x.shape
+    return OnGpu(rows, tokens, x.dtype, tensor_parallel(run.mesh), devices_per_sequence(run.mesh), chunks)
 
 
 @functools.lru_cache(maxsize=1024)

@@ -24,7 +24,8 @@ import dataclasses
 import heapq
 import itertools
 import math
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from surojax.assembly.assemble import Assembly
@@ -43,6 +44,7 @@ from surojax.planner.footprint import Rows, assembly, by_class
 from surojax.planner.gpus import Gpu
 from surojax.planner.roofline import StorageTiers
 from surojax.planner.traffic import batch_of
+from surojax.run.console import progress
 
 TIE = 0.01  # relative; placements of a family that the estimate cannot tell apart, as classes of equal size
 MOST_LAYOUTS = 3  # that are searched
@@ -113,9 +115,14 @@ class Found:
     not_tried: dict[str, str]
 
 
-def search(space: Space, most: int = KEPT, *, least_host: bool = False) -> Found:
-    """Returns the fastest settings that fit, at most so many; least_host: those that need the least host memory."""
-    return _Search(space, most, least_host).run()
+def search(
+    space: Space, most: int = KEPT, *, least_host: bool = False, status: Callable[[str], None] = lambda text: None
+) -> Found:
+    """Returns the fastest settings that fit, at most so many; least_host: those that need the least host memory.
+
+    status: shows which layout is at work.
+    """
+    return _Search(space, most, least_host, status).run()
 
 
 def best(space: Space, *, least_host: bool = False) -> Candidate | None:
@@ -126,8 +133,9 @@ def best(space: Space, *, least_host: bool = False) -> Candidate | None:
 class _Search:
     """One search: what was estimated so far."""
 
-    def __init__(self, space: Space, most: int, least_host: bool):
+    def __init__(self, space: Space, most: int, least_host: bool, status: Callable[[str], None]):
         self.space = space
+        self.status = status
         self.most = most
         self.least_host = least_host
         self.keep = {name: flat(space.config)[name] for name in space.keep}
@@ -145,7 +153,8 @@ class _Search:
         families.sort(key=lambda family: family.least if self.least_host else family.floor)
         candidates: list[Candidate] = []
         for in_files in (False, True) if self.space.limits.files else (False,):
-            for family in families:
+            for number, family in enumerate(families, 1):
+                self.status(f"estimating settings: kind {number} of {len(families)} at most")
                 if len(candidates) == self.most and self.cannot_improve(family, candidates[-1]):
                     break
                 more = [*candidates, *self.fastest(family, in_files)]
@@ -172,7 +181,10 @@ class _Search:
         if len(possible) == 1:
             return tuple(possible), not_tried
         accepted: set[str] = set()  # axes of which the checks accept another size
-        for layout in possible:
+        started = time.perf_counter()
+        for number, layout in enumerate(possible):
+            at_work = progress(number + 1, len(possible), number / len(possible), time.perf_counter() - started)
+            self.status(f"estimating layouts of GPUs: {at_work}")
             families = sorted(self.families(layout, sampled=True), key=lambda family: family.floor)
             accepted |= {axis for axis in choices.AXES if families and layout[axis] != c[axis]}
             seconds = math.inf

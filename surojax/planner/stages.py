@@ -38,13 +38,12 @@ PATTERN = re.compile(r'op_name="[^"]*/pattern(\d+)/')  # of step/stage_layers.py
 
 def slowest(run: Assembly) -> int:
     """The index of the pattern of stages whose layers attend to most positions, of layers without the recipe first."""
-    segment = run.model.segments[0]
 
-    def work(pattern: tuple[Variant, ...]) -> tuple[int, float]:
-        plain = sum(not variant.recipe_enabled for variant in pattern)
-        return plain, sum(variant.window or math.inf for variant in pattern)
+    def work(pattern: tuple[tuple[str, Variant], ...]) -> tuple[int, float]:
+        plain = sum(not variant.recipe_enabled for _, variant in pattern)
+        return plain, sum(variant.window or math.inf for _, variant in pattern)
 
-    found = [work(pattern) for pattern in layer_sizes.patterns(run, segment).patterns]
+    found = [work(pattern) for pattern in layer_sizes.patterns(run).patterns]
     return found.index(max(found))
 
 
@@ -67,7 +66,7 @@ def with_rounds(module: hlo.Module, run: Assembly, batch: BatchShape, *, lockste
     microbatches = batch.microbatches
     schedule = SCHEDULES[run.engine.pp_schedule](microbatches, stages)
     in_any = microbatches + stages - 1  # ticks in which any stage has a microbatch, in one direction
-    of_stages = layer_sizes.patterns(run, run.model.segments[0]).of_stages
+    of_stages = layer_sizes.patterns(run).of_stages
 
     def rounds(body: list[hlo.Instruction]) -> Fraction:
         """Of a loop, by what its body does: a pass over a stage's layers, moving activations to another stage, else."""

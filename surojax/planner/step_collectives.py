@@ -30,6 +30,7 @@ from surojax.models.kinds.experts import choices_of
 from surojax.models.model import Segment
 from surojax.numerics.quantized import block_size
 from surojax.parallel import expert_dispatch
+from surojax.parallel.context import pieces_per_device
 from surojax.placement.layout import Layout, mesh_axes
 from surojax.placement.mesh import (
     CONTEXT,
@@ -94,7 +95,7 @@ def transfers(run: Assembly, batch: BatchShape) -> Iterator[StepCollective]:
         if tensor_parallel(run.mesh) > 1:
             yield from _tensor_parallel(run, batch, segment)
         if run.mesh.shape.get(CONTEXT, 1) > 1:
-            yield from _attention(run, batch, segment)
+            yield from _context(run, batch, segment)
         if run.mesh.shape.get(EXPERT, 1) > 1 and segment.statistics:
             yield from _tokens_to_experts(run, batch, segment)
     yield from _between_stages(run, batch)
@@ -267,13 +268,14 @@ def tensor_again(run: Assembly, segment: Segment) -> tuple[float, int]:
     return (recompute.norm or recompute.att) + (recompute.norm or recompute.ffn), 0
 
 
-def _attention(run: Assembly, batch: BatchShape, segment: Segment) -> Iterator[StepCollective]:
-    """The collectives of a segment's attention over the devices of `cp`.
+def _context(run: Assembly, batch: BatchShape, segment: Segment) -> Iterator[StepCollective]:
+    """The collectives of a segment's mixers over the devices of `cp`.
 
     ulysses: queries, keys and values of one pass, and its results; so are their gradients. With chunks, the backward
     pass sends keys and values of all chunks but the last once more. Others: a pass gets keys and values of all others;
     reverse mode gets them again, and XLA joins that with what a recomputed block gets. Gradients of them are float32,
-    until ring sends them home in one hop more.
+    until ring sends them home in one hop more. Convolutions and recurrences gather a halo and maps of each chunk's
+    pieces, and those of all chunks but the last once more.
     """
     n = run.mesh.shape[CONTEXT]
     method = run.model.compute.cp_method
@@ -286,6 +288,17 @@ def _attention(run: Assembly, batch: BatchShape, segment: Segment) -> Iterator[S
     def transfer(part: str, op: str, size: float, number: float) -> StepCollective:
         return StepCollective(part, op, CONTEXT, size, times, layers * number)
 
+    if numbers.halo:
+        chunks = run.model.compute.sequence_chunks
+        others = (n - 1) * layers * chunks * batch.sequences * pieces_per_device(method)
+        halo, maps = others * numbers.halo * work, others * numbers.maps * 4
+        each = chunks * (1 + (maps > 0))
+        again = layer_sizes.attention_again(run) + _earlier_chunks(run)
+        yield transfer("forward", "all-gather", halo + maps, each)
+        yield transfer("again", "all-gather", again * (halo + maps), again * each)
+        yield transfer("backward", "all-gather", maps, chunks * (maps > 0))
+        yield transfer("backward", "reduce-scatter", halo, chunks)
+        return
     if method == "ulysses":
         again = layer_sizes.attention_again(run)
         sent = (n - 1) / n * tokens * work

@@ -95,6 +95,12 @@ def say(text: str) -> None:
         CONSOLE.line(text)
 
 
+def progress(number: int, total: int, done: float, seconds: float) -> str:
+    """Formats "3 of 10, 01:20 left". number: of the part at work, from 1. done: fraction that took so many seconds."""
+    left = f", {tqdm.format_interval(round(seconds * (1 - done) / done))} left" if done else ""
+    return f"{number} of {total}{left}"
+
+
 @contextlib.contextmanager
 def working(doing: str, done: str) -> Iterator[None]:
     """Prints what a `with` statement does, and at its end how long that took; a terminal shows seconds passing.

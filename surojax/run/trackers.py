@@ -211,10 +211,11 @@ def names(report_to: str) -> list[str]:
     return [name.strip() for name in report_to.split(",") if name.strip()]
 
 
+_NAME = rf"\s*(?:{'|'.join(TRACKERS)})\s*"
 KNOWN = Range(
-    lambda v: len(set(names(v)) & TRACKERS.keys()) == len(v.split(",") if v else ()),
     f"a comma list of {', '.join(TRACKERS)}",
     'correct it, or use "" for none',
+    pattern=rf"(?!.*\b(\w+)\b.*\b\1\b)(?:{_NAME}(?:,{_NAME})*)?",  # none of them twice
 )
 
 

@@ -145,17 +145,17 @@ class Blocks:
         totals: Totals,
         group: Group,
         flights: dict[str, dict[str, Any]],
-        index: Callable = lambda l: l,
+        index: Callable[[str], Callable] = lambda name: lambda l: l,
     ) -> tuple[list[jax.Array], Totals, dict[str, dict[str, Any]]]:
         """Runs all blocks for each microbatch of a group; returns (outputs, totals, flights).
 
         xs_BSD: with a reference, those of its pass over the same microbatches follow, of which nothing is saved.
         totals: those that `totals.FORWARD` names. flights: by segment, of the lanes "weights" and "residuals". index:
-        of a layer in the stacks of residuals.
+        of a layer in the stacks of residuals of a segment, as a function of its name.
         """
         bodies = {name: blocks.forward(group) for name, blocks in self.of.items()}
         lanes = {
-            name: {"residuals": Stream(blocks.forward_lanes.lane("residuals"), index)}
+            name: {"residuals": Stream(blocks.forward_lanes.lane("residuals"), index(name))}
             for name, blocks in self.of.items()
         }
         options = {"tokens": tokens_of(xs_BSD), "counter": group.number}
@@ -170,7 +170,7 @@ class Blocks:
         group: Group,
         flights: dict[str, dict[str, Any]],
         d_statistics: dict[str, Any],
-        index: Callable = lambda l: l,
+        index: Callable[[str], Callable] = lambda name: lambda l: l,
     ) -> tuple[list[jax.Array], Totals, dict[str, dict[str, Any]]]:
         """Runs all blocks in reverse for each microbatch of a group; returns (gradients of inputs, totals, flights).
 
@@ -181,7 +181,7 @@ class Blocks:
         bodies = {name: blocks.backward(group, d_statistics.get(name)) for name, blocks in self.of.items()}
         lanes = {
             name: {
-                "residuals": Stream(blocks.backward_lanes.lane("residuals"), index),
+                "residuals": Stream(blocks.backward_lanes.lane("residuals"), index(name)),
                 "grads": Stream(blocks.backward_lanes.lane("grads")._replace(reads=blocks.reads_sums(group))),
             }
             for name, blocks in self.of.items()

@@ -42,7 +42,7 @@ from surojax.memory.host import allocate, exchange_in_halves, read, write_layer
 from surojax.models.model import NO_INPUTS, Model, Segment
 from surojax.parallel import collectives, stage_collectives
 from surojax.parallel.collectives import Squares, varying
-from surojax.parallel.schedule import NONE, SCHEDULES, Schedule, stacked_layers
+from surojax.parallel.schedule import NONE, SCHEDULES, Schedule, layers_of_stage
 from surojax.parallel.stage_collectives import collect, own_part, spread
 from surojax.placement.mesh import AXES
 from surojax.step import verbs
@@ -63,17 +63,17 @@ class TickCarry(NamedTuple):
     """The loop carry from tick to tick.
 
     x_BSD, dx_BSD: received from the stage before, and from the stage after. from_head: gradients of the last stage's
-    results, this stage's part of them `[slots, B, s, D]`. saved: residuals of the microbatches in flight, stacks.
-    grads: of this stage's layers, the flight of their lane. d_statistics: gradients of the totals' statistics, None
-    without a loss of them. totals: all that this device adds up besides; of layers, for those of this stage
-    `[layers, ...]`.
+    results, this stage's part of them `[slots, B, s, D]`. saved: by segment, residuals of the microbatches in flight,
+    stacks. grads: by segment, of this stage's layers, the flight of their lane. d_statistics: gradients of the totals'
+    statistics, None without a loss of them. totals: all that this device adds up besides; of layers, for those of this
+    stage `[layers, ...]`.
     """
 
     x_BSD: jax.Array
     dx_BSD: jax.Array
     from_head: jax.Array
-    saved: list[jax.Array]
-    grads: Flight
+    saved: dict[str, list[jax.Array]]
+    grads: dict[str, Flight]
     d_statistics: dict[str, Any] | None
     totals: Totals
 
@@ -86,7 +86,7 @@ class PipelineStage:
 
     def __init__(self, model: Model, engine: Engine, weights, batch: Batch, schedule: Schedule, progress: Progress):
         """model: whole. engine: of one stage. batch: of the step. progress: see `engine.loss_and_gradients`."""
-        (self.segment,) = engine.model.segments
+        self.segments = {segment.name: segment for segment in engine.model.segments}
         self.model = model
         self.engine = engine
         self.schedule = schedule
@@ -98,16 +98,19 @@ class PipelineStage:
         self.outer = OuterLayers.of(engine, weights)
         self.layers = StageLayers(model, engine, weights)
         first_layers = self.layers.of_patterns[0]
-        arguments = self.segment, self.outer, self.microbatch(0), self.layers.variants
-        self.residuals = residuals_of(engine, first_layers, *arguments)
-        residuals = {self.segment.name: self.residuals}
-        self.blocks = [Blocks(engine, layers, residuals) for layers in self.layers.of_patterns]
-        self.of_layer = self.blocks[0].of[self.segment.name]
-        self.sums = self.of_layer.sums
-        self.entries = self.segment.num_layers + self.residuals.home.streamed  # of a slot
-        self.unused = 1 + self.residuals.home.streamed  # entries for the residuals of no microbatch
+        each, variants = self.microbatch(0), self.layers.variants
+        self.residuals = {
+            name: residuals_of(engine, first_layers, segment, self.outer, each, variants[name])
+            for name, segment in self.segments.items()
+        }
+        self.blocks = [Blocks(engine, layers, self.residuals) for layers in self.layers.of_patterns]
+        self.of_layer = self.blocks[0].of
+        self.sums = {name: of_layer.sums for name, of_layer in self.of_layer.items()}
+        streamed = engine.table.residuals.home.streamed
+        self.entries = {name: segment.num_layers + streamed for name, segment in self.segments.items()}  # of a slot
+        self.unused = 1 + streamed  # entries for the residuals of no microbatch
         self.slots = int(schedule.in_flight.max())
-        self.last = self.segment.num_layers - 1
+        self.last = {name: segment.num_layers - 1 for name, segment in self.segments.items()}
         self.head_slots = int(schedule.in_flight[-1])
 
     def first(self) -> TickCarry:
@@ -118,11 +121,13 @@ class PipelineStage:
         batch, length, width = x.shape
         x_BSD = varying(jnp.zeros(x.shape, x.dtype), AXES)
         from_head = varying(jnp.zeros((self.head_slots, batch, length // self.stages, width), x.dtype), AXES)
-        entries = self.slots * self.entries + self.layers.in_lockstep * self.unused
-        saved = allocate(self.residuals.zeros(entries), engine.table.residuals.home)
-        sums = self.of_layer.new_sums()
+        saved = {}
+        for name, residuals in self.residuals.items():
+            entries = self.slots * self.entries[name] + self.layers.in_lockstep * self.unused
+            saved[name] = allocate(residuals.zeros(entries), engine.table.residuals.home)
+        sums = {name: of_layer.new_sums() for name, of_layer in self.of_layer.items()}
         d_outer = outer_sums(engine, self.outer.weights)
-        grads = zeros_in_host_memory(self.segment, sums)
+        grads = {name: zeros_in_host_memory(segment, sums[name]) for name, segment in self.segments.items()}
         totals = Totals.zeros(engine, d_outer)._replace(squares=None)  # see `push_all`
         d_statistics = totals.statistics if engine.auxiliary else None
         return TickCarry(x_BSD, x_BSD, from_head, saved, grads, d_statistics, totals)
@@ -136,20 +141,24 @@ class PipelineStage:
 
         return self.batch.microbatch(a, recipe_inputs)
 
-    def entry_of(self, a, computes: jax.Array | bool) -> Callable:
-        """Returns a function from a layer to its entry in the residual stacks, which hold several microbatches.
+    def entries_of(self, a, computes: jax.Array | bool) -> dict[str, Callable]:
+        """Returns functions from a layer to its entry in the residual stacks of several microbatches, by segment.
 
         In host memory, a microbatch's entries begin with one that belongs to no layer: these stacks lag by one layer,
         so the first layer writes and reads there. In lockstep, the layers of a stage that has no microbatch all write
         to one entry, which nothing needs.
         """
-        begin = a % self.slots * self.entries
-        step = 1
-        if self.layers.in_lockstep:
-            begin = jnp.where(computes, begin, self.slots * self.entries)
-            step = jnp.where(computes, 1, 0)
-        begin = begin + self.entries - self.segment.num_layers
-        return lambda l: begin + l * step
+
+        def of_segment(entries: int, layers: int) -> Callable:
+            begin = a % self.slots * entries
+            step = 1
+            if self.layers.in_lockstep:
+                begin = jnp.where(computes, begin, self.slots * entries)
+                step = jnp.where(computes, 1, 0)
+            begin = begin + entries - layers
+            return lambda l: begin + l * step
+
+        return {name: of_segment(self.entries[name], segment.num_layers) for name, segment in self.segments.items()}
 
     def tick(self, t, carry: TickCarry) -> TickCarry:
         """Runs one tick of the schedule."""
@@ -175,16 +184,19 @@ class PipelineStage:
     def forward(self, pattern: int, a, computes: jax.Array | bool, carry: TickCarry) -> TickCarry:
         """This stage: runs its layers forward. pattern, computes: see `StageLayers.when_any`."""
         blocks = self.blocks[pattern]
-        entry = self.entry_of(a, computes)
+        entries = self.entries_of(a, computes)
         group = Group(a, [self.microbatch(a, computes)], first=False, last=False)
         flights = {
-            "weights": self.layers.early(pattern),
-            "residuals": self.residuals.before_forward([carry.saved]),
+            name: {"weights": early, "residuals": self.residuals[name].before_forward([carry.saved[name]])}
+            for name, early in self.layers.early(pattern).items()
         }
-        done = blocks.forward([carry.x_BSD], carry.totals.only(FORWARD), group, {self.segment.name: flights}, entry)
-        xs_BSD, of_layers, after = done
-        residuals = after[self.segment.name]["residuals"]
-        (saved,) = Stream(self.of_layer.forward_lanes.lane("residuals"), entry).end(residuals, self.last)
+        xs_BSD, of_layers, after = blocks.forward(
+            [carry.x_BSD], carry.totals.only(FORWARD), group, flights, entries.__getitem__
+        )
+        saved = {}
+        for name, of_layer in self.of_layer.items():
+            stream = Stream(of_layer.forward_lanes.lane("residuals"), entries[name])
+            (saved[name],) = stream.end(after[name]["residuals"], self.last[name])
         totals = carry.totals.updated(of_layers)
         totals = self.if_computed(computes, totals.after_forward(xs_BSD), totals)
         return carry._replace(x_BSD=xs_BSD[0], saved=saved, totals=totals)
@@ -200,7 +212,7 @@ class PipelineStage:
         """All stages: compute the gradients of routers' statistics of all microbatches."""
         statistics = over_stages(self.model)(sum_of_devices, carry.totals.statistics)
         _, gradients = self.auxiliary_loss(statistics)
-        own = jax.tree.map(functools.partial(stage_entries, self.engine), varying(gradients, AXES))
+        own = jax.tree.map(stage_entries, varying(gradients, AXES))
         return carry._replace(d_statistics=own)
 
     def from_head(self, a, carry: TickCarry) -> TickCarry:
@@ -212,19 +224,22 @@ class PipelineStage:
         """This stage: runs its layers backward, from the residuals in the microbatch's slot."""
         blocks = self.blocks[pattern]
         group = Group(a, [self.microbatch(a, computes)], first=False, last=False)
-        entry = self.entry_of(a, computes)
-        flights = {
-            "weights": self.layers.early(pattern, reverse=True),
-            "residuals": Stream(self.of_layer.backward_lanes.lane("residuals"), entry).begin([carry.saved], self.last),
-            "grads": begin_backward(self.segment, carry.grads),
-        }
+        entries = self.entries_of(a, computes)
+        flights = {}
+        for name, early in self.layers.early(pattern, reverse=True).items():
+            stream = Stream(self.of_layer[name].backward_lanes.lane("residuals"), entries[name])
+            flights[name] = {
+                "weights": early,
+                "residuals": stream.begin([carry.saved[name]], self.last[name]),
+                "grads": begin_backward(self.segments[name], carry.grads[name]),
+            }
         of_layers = carry.totals.only(BACKWARD)
-        begun = {self.segment.name: flights}
-        done = blocks.backward([carry.dx_BSD], of_layers, group, begun, carry.d_statistics or {}, entry)
+        done = blocks.backward([carry.dx_BSD], of_layers, group, flights, carry.d_statistics or {}, entries.__getitem__)
         dxs_BSD, of_layers, after = done
         totals = carry.totals.updated(of_layers)
         totals = self.if_computed(computes, totals.after_backward(dxs_BSD), totals)
-        return carry._replace(dx_BSD=dxs_BSD[0], grads=after[self.segment.name]["grads"], totals=totals)
+        grads = {name: of_segment["grads"] for name, of_segment in after.items()}
+        return carry._replace(dx_BSD=dxs_BSD[0], grads=grads, totals=totals)
 
     def if_computed(self, computes: jax.Array | bool, new: Totals, old: Totals) -> Totals:
         """`new` if this stage has a microbatch, else `old`. Both have equal sums of layers: an idle one adds zeros."""
@@ -245,24 +260,31 @@ class PipelineStage:
         """All stages: send dx to the previous stage."""
         return carry._replace(dx_BSD=stage_collectives.to_previous(carry.dx_BSD))
 
-    def push_all(self, grads: Flight) -> tuple[Flight, Squares]:
+    def push_all(self, grads: dict[str, Flight]) -> tuple[dict[str, Flight], Squares]:
+        """`push` of all segments."""
+        pushed = {name: self.push(name, flight) for name, flight in grads.items()}
+        squares = functools.reduce(add, [squares for _, squares in pushed.values()])
+        return {name: flight for name, (flight, _) in pushed.items()}, squares
+
+    def push(self, name: str, grads: Flight) -> tuple[Flight, Squares]:
         """Sums over devices what is still local in each layer's accumulators; returns (accumulators, their Squares)."""
-        lane = Stream(self.of_layer.backward_lanes.lane("grads"))
+        of_sums, segment = self.sums[name], self.segments[name]
+        lane = Stream(self.of_layer[name].backward_lanes.lane("grads"))
         stack = lane.end(grads, 0)  # the backward pass ends with layer 0
         local = leaves_sums_local(self.engine.table)
-        if not local and self.sums.in_place:  # `gradients.reduced` computes the Squares
+        if not local and of_sums.in_place:  # `gradients.reduced` computes the Squares
             return Flight(stack), collectives.no_squares()
 
         def body(values, squares: Squares) -> tuple[Squares, dict]:
             if not local:
-                return add(squares, collectives.sum_of_squares(values["grads"], self.sums.of_shards)), {}
-            sums, layer_squares = self.sums.push(values["grads"], last=True)
+                return add(squares, collectives.sum_of_squares(values["grads"], of_sums.of_shards)), {}
+            sums, layer_squares = of_sums.push(values["grads"], last=True)
             return add(squares, layer_squares), {"grads": sums}
 
         if not local:
             lane = GRADS
-        flights = {"grads": lane.begin(stack, self.last, -1)}
-        layers = range(self.segment.num_layers)
+        flights = {"grads": lane.begin(stack, self.last[name], -1)}
+        layers = range(segment.num_layers)
         squares, flights = sweep(layers, {"grads": lane}, body, collectives.no_squares(), flights, reverse=True)
         return Flight(lane.end(flights["grads"], 0)), squares
 
@@ -298,33 +320,32 @@ def loss_and_gradients(engine: Engine, weights, *batch_ABS: jax.Array, progress:
     stage = PipelineStage(model, engine, weights, batch, schedule, progress)
     done = jax.lax.fori_loop(0, schedule.ticks, stage.tick, stage.first())
     grads, squares = stage.push_all(done.grads)
-    name, totals = stage.segment.name, done.totals._replace(squares=squares)
-    return verbs.finish(
-        engine, {name: stage.sums}, {name: grads}, totals, batch, stage.scale, progress, over_stages(model)
-    )
+    totals = done.totals._replace(squares=squares)
+    return verbs.finish(engine, stage.sums, grads, totals, batch, stage.scale, progress, over_stages(model))
 
 
 def over_stages(model: Model) -> OverLayers:
     """`totals.OverLayers` of stages: each has its own layers' arrays, and all of them take part in the reduction."""
 
     def over_layers(reduce: Callable, stacks: Any) -> Any:
-        everywhere = reduce(jax.tree.map(functools.partial(among_all_stages, model), stacks))
+        everywhere = reduce(jax.tree.map(among_all_stages, stacks))
         return jax.tree.map(lambda x: x[: model.num_layers], everywhere)
 
     return over_layers
 
 
-def among_all_stages(model: Model, own: jax.Array) -> jax.Array:
+def among_all_stages(own: jax.Array) -> jax.Array:
     """Scatters this stage's entries `[layers of a stage, ...]` into zeros for all stages' layers."""
-    entries = stacked_layers(model.num_layers, stage_collectives.stage()[1])
+    entries = len(own) * stage_collectives.stage()[1]
     zeros = varying(jnp.zeros((entries, *own.shape[1:]), own.dtype), AXES)
     return jax.lax.dynamic_update_slice_in_dim(zeros, own, collectives.first_layer(len(own)), 0)
 
 
-def stage_entries(engine: Engine, all_layers: jax.Array) -> jax.Array:
-    """Slices this stage's entries from `[layers, ...]` of the model, padded with zeros. engine: of one stage."""
-    layers = engine.model.num_layers
-    padding = stacked_layers(len(all_layers), stage_collectives.stage()[1]) - len(all_layers)
+def stage_entries(all_layers: jax.Array) -> jax.Array:
+    """Slices this stage's entries from `[layers, ...]` of a segment, padded with zeros."""
+    stages = stage_collectives.stage()[1]
+    layers = layers_of_stage(len(all_layers), stages)
+    padding = stages * layers - len(all_layers)
     entries = jnp.pad(all_layers, ((0, padding), *[(0, 0)] * (all_layers.ndim - 1)))
     return jax.lax.dynamic_slice_in_dim(entries, collectives.first_layer(layers), layers, 0)
 

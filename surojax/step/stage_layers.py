@@ -6,6 +6,8 @@ of each pattern, and a stage runs those of its own, in a loop of one round or no
 carry in place, the branches of a conditional may copy it. Collectives inside are over `dp_shard`, `dp_replicate`, `cp`
 and `tp`. All devices of such a group are in the same stage, so that they run the same loop.
 
+Layers of several kinds are a stack for each kind, of which every stage has an equal part (`schedule.check_counts`).
+
 The hops of a ring over `cp` (cp_method="ring") are an exception: a collective-permute has the devices of all stages, so
 all have to arrive at it. With a ring, stages compute in lockstep: each of them runs its layers in every tick in which
 any stage does. A stage that has no microbatch then runs them as if they were padding (padding.py), which leaves
@@ -14,17 +16,17 @@ other stages compute in the same tick. Which loop a stage runs may not differ, s
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from surojax.errors import ConfigError
-from surojax.models.model import Model, RecipeInputs
+from surojax.models.model import Model, RecipeInputs, Segment, Variant
 from surojax.parallel import collectives, stage_collectives
 from surojax.parallel.schedule import (
     NONE,
+    check_counts,
     check_lockstep,
     check_stages,
     patterns_of_stages,
@@ -41,26 +43,34 @@ def in_lockstep(model: Model) -> bool:
 
 
 def of_stage(model: Model, stages: int) -> Model:
-    """Returns the model of one stage: as many layers as a stage has, with the variants of the first stage.
+    """Returns the model of one stage: as many layers as a stage has, in the order of the first stage.
 
-    Raises ConfigError if a stage would have no layer, if blocks have other parameters in some layers, or if stages that
-    compute in lockstep have layers of other kinds.
+    Raises ConfigError if a stage would have no layer, if stages have other numbers of layers of a kind, or if stages
+    that compute in lockstep have them in another order.
     """
     check_stages(model.num_layers, stages)
-    segment, *others = model.segments
-    if others:
-        names = ", ".join(segment.name for segment in model.segments)
-        raise ConfigError(
-            f"pp_size: expected 1 for several segments of layers ({names}), for which more is not built yet, got "
-            f"{stages}; leave it out"
-        )
+    check_counts([layer.kind for layer in model.order], stages)
     if in_lockstep(model):
-        check_lockstep(segment.variants, stages)
-    pattern = patterns_of_stages(segment.variants, stages).patterns[0]
-    segment = dataclasses.replace(segment, variants=pattern, numbers=range(len(pattern)))
+        check_lockstep(layer_patterns(model), stages)
+    segments = with_pattern(model.segments, patterns_of_stages(layer_patterns(model), stages).patterns[0])
     if _takes_inputs(model, stages):
-        segment = padded(segment, idles=in_lockstep(model))
-    return dataclasses.replace(model, segments=(segment,))
+        segments = [padded(segment, idles=in_lockstep(model)) for segment in segments]
+    return dataclasses.replace(model, segments=tuple(segments))
+
+
+def layer_patterns(model: Model) -> list[tuple[str, Variant]]:
+    """The kind and the variant of each layer, of which patterns of stages are made."""
+    return [(layer.kind, layer.variant) for layer in model.order]
+
+
+def with_pattern(segments: Sequence[Segment], pattern: Sequence[tuple[str, Variant]]) -> list[Segment]:
+    """Returns the segments with the layers of a stage of this pattern."""
+
+    def of_stage(segment: Segment) -> Segment:
+        own = {number: variant for number, (kind, variant) in enumerate(pattern) if kind == segment.name}
+        return dataclasses.replace(segment, variants=tuple(own.values()), numbers=tuple(own))
+
+    return [of_stage(segment) for segment in segments]
 
 
 def _takes_inputs(model: Model, stages: int) -> bool:
@@ -96,28 +106,31 @@ class StageLayers:
     def __init__(self, model: Model, engine: Engine, weights):
         """model: whole. engine: of one stage. weights: by section."""
         number, stages = stage_collectives.stage()
-        (segment,) = engine.model.segments
-        patterns, pattern_of_stage = patterns_of_stages(model.segments[0].variants, stages)
-        segments = [dataclasses.replace(segment, variants=pattern) for pattern in patterns]
-        self.segment = segment.name
-        self.of_patterns = [Layers(engine, [segment], weights) for segment in segments]
-        self.variants = tuple(dict.fromkeys(model.segments[0].variants))
+        patterns, pattern_of_stage = patterns_of_stages(layer_patterns(model), stages)
+        segments = [with_pattern(engine.model.segments, pattern) for pattern in patterns]
+        self.of_patterns = [Layers(engine, of_pattern, weights) for of_pattern in segments]
+        self.variants = {segment.name: tuple(dict.fromkeys(segment.variants)) for segment in model.segments}
         self.own_pattern = jnp.asarray(pattern_of_stage)[number]
         self.in_lockstep = in_lockstep(model)
         # Copied in once, outside of the ticks, in which their constant positions would be kernels.
         self.shards = [
             {
-                reverse: {i: fetch.first_shards(reverse=reverse) for i, fetch in layers.fetches[self.segment].items()}
+                reverse: {
+                    name: {i: fetch.first_shards(reverse=reverse) for i, fetch in fetches.items()}
+                    for name, fetches in layers.fetches.items()
+                }
                 for reverse in (False, True)
             }
             for layers in self.of_patterns
         ]
 
-    def early(self, pattern: int, *, reverse: bool = False) -> dict[int, tuple]:
-        """Weights that are prefetched before a pass over the layers of a pattern, for each loop."""
-        shards = self.shards[pattern][reverse]
-        fetches = self.of_patterns[pattern].fetches[self.segment]
-        return {i: fetch.from_shards(shards[i], reverse=reverse) for i, fetch in fetches.items()}
+    def early(self, pattern: int, *, reverse: bool = False) -> dict[str, dict[int, tuple]]:
+        """Weights that are prefetched before a pass over the layers of a pattern, by segment, for each loop."""
+        return {
+            name: {i: fetches[i].from_shards(shards, reverse=reverse) for i, shards in of_segment.items()}
+            for name, of_segment in self.shards[pattern][reverse].items()
+            for fetches in [self.of_patterns[pattern].fetches[name]]
+        }
 
     def when_any(self, of_stages: jax.Array, function: Callable, carry):
         """The carry after function(this stage's pattern, a, computes, carry), if it has a microbatch a.

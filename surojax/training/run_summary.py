@@ -8,7 +8,7 @@ import jax
 
 from pallas_kernels import dispatch
 from surojax.assembly.assemble import Assembly
-from surojax.assembly.from_config import lora
+from surojax.assembly.from_config import lora, rate_schedule
 from surojax.config import fields as configs
 from surojax.config.fields import Config
 from surojax.data.cache import Corpus
@@ -67,7 +67,7 @@ def describe_run(c: Config, run: Assembly, devices, need: dict[str, int]) -> Non
     for memory, needs in (("memory", need), ("host memory", host)):
         if needs:
             say(f"{memory} per device: {summed(needs, digits=2)}")
-    if run.engine.packed:
+    if run.engine.packed and devices[0].platform == "gpu":
         piece = configs.tokens_of_piece(c)
         found = [x.mixer.implementation(c.attention, c.model_dtype, packed=True, piece=piece) for x in layers]
         for attention in dict.fromkeys(filter(None, found)):
@@ -75,6 +75,15 @@ def describe_run(c: Config, run: Assembly, devices, need: dict[str, int]) -> Non
     shards = number_of_shards(run.mesh)
     if shards > 1 and (replicated := replicated_matrices(run.engine.trained_params, run.engine.layouts.master)):
         say(f"note: not sharded over {shards} devices, which divide none of their dimensions: {replicated}")
+
+
+def rate_text(c: Config, first_step: int, total_steps: int) -> str:
+    """Says the peak of the learning rate; of a run that goes on, also the rates of its next and of its last step."""
+    if not 0 < first_step < total_steps:
+        return f"learning rate {c.learning_rate:g}"
+    rate = rate_schedule(c, c.learning_rate, total_steps)
+    now, last = float(rate(first_step)), float(rate(total_steps - 1))
+    return f"learning rate {now:.2e} in step {first_step + 1}, {last:.2e} in the last (peak {c.learning_rate:g})"
 
 
 def budget(model: Model, tokens: int, *, is_new: bool) -> str:

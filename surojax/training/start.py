@@ -25,6 +25,7 @@ from surojax.run.on_disk import BLOCK
 from surojax.training.resume import block_identity, check_same, find_resume, goes_on_in_files
 from surojax.training.setup import Setup
 
+FEW_STEPS = 20  # of a run from a model: with fewer, a line says how to take more
 SMALL_EPOCH = 10  # steps of an epoch whose samples fill fewer batches than gradient_accumulation_steps
 
 
@@ -96,6 +97,9 @@ def find_start(c: Config, setup: Setup) -> Start:
     last = position + max(total_steps - first_step, 0) * samples_per_step
     if line := samples_line(last, len(samples), c.num_epochs, c.max_steps):
         say(f"data: {line}")
+    if c.model_path and not (c.max_steps or resume) and total_steps < FEW_STEPS:
+        epochs = c.num_epochs * -(-FEW_STEPS // total_steps)
+        say(f"data: {total_steps} steps are few to learn from: --num_epochs {epochs} takes {FEW_STEPS} or more")
     check_schedule(c, total_steps)
     of_data = (c, tokenizer, found, batch_size, samples_per_step)
     return Start(*of_data, identity, adapter, resume, in_files, meta, first_step, position, total_steps)

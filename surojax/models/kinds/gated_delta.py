@@ -13,8 +13,9 @@ Wq, Wk and Wv are the rows of one matrix, as in files, where they have one adapt
 taps. So `tp` does not divide it: every GPU computes all of them, and goes on with its own heads. The (1 + w) of Qwen's
 other norms is not in this one.
 
-Shape suffixes: B batch, S sequence, D hidden size, K key heads, r value heads of a key head, V = K r value heads, k
-channels of a key, v channels of a value, C channels of the convolution, J taps, P = J - 1 earlier tokens.
+Shape suffixes: B batch, S sequence, N, t: see row_pieces.py, D hidden size, K key heads, r value heads of a key head,
+V = K r value heads, k channels of a key, v channels of a value, C channels of the convolution, J taps, P = J - 1
+earlier tokens.
 """
 
 import functools
@@ -27,16 +28,18 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from surojax.errors import need
-from surojax.models.delta_rule import CHUNK, CHUNKS, Tokens, gated_delta_rule
+from surojax.models.delta_pieces import rule_of_pieces
+from surojax.models.delta_rule import CHUNK, CHUNKS, Tokens
 from surojax.models.kinds.short_conv import causal_convolution
-from surojax.models.kinds.sublayer import FileNames, KernelBytes, Mixer, OnGpu, Target, Width
+from surojax.models.kinds.sublayer import ContextNumbers, FileNames, KernelBytes, Mixer, OnGpu, Target, Width
 from surojax.models.layers import parameter, projection, vector
 from surojax.models.linear import Product
 from surojax.models.model import Cache
 from surojax.models.operations import Operations
 from surojax.models.recompute import save_inputs_only
+from surojax.models.row_pieces import RowPieces
 from surojax.parallel.collectives import device_number
+from surojax.parallel.context import pieces_per_device
 from surojax.placement.mesh import TENSOR
 from surojax.placement.param import Kind
 
@@ -89,23 +92,25 @@ class GatedDelta(Mixer):
     ) -> tuple[jax.Array, Cache | None]:
         """Returns (the mixer of x `[B, S, D]` or norm(x), the cache with the states after the last token)."""
         c = self.config
-        projections = [projection(self, f"w{name}") for name in PROJECTIONS]
-        qkv_BSC, z_BSV, b_BSV, a_BSV = ops.linears(x_BSD, projections, norm)
-        qkv_BSC, taps_CJ = self._own_heads(qkv_BSC, axis=2), self._own_heads(self.taps[...], axis=0)[:, 0]
-        first = 0 if cache is None else cache.start
-        state, latest = (None, None) if cache is None else cache.state
-        mixed_BSC, latest = convolved_silu(qkv_BSC, taps_CJ, latest, first, ops.starts)
-        B, S, V = b_BSV.shape
+        pieces = RowPieces(ops.compute.cp_method, 0 if cache is None else cache.start)
+        state, latest = (None, None) if cache is None or cache.state is None else cache.state
+        projected = ops.linears(x_BSD, [projection(self, f"w{name}") for name in PROJECTIONS], norm)
+        qkv, z, b, a = map(pieces.split, projected)
+        qkv, taps_CJ = self._own_heads(qkv, axis=2), self._own_heads(self.taps[...], axis=0)[:, 0]
+        starts = pieces.starts(ops.starts)
+        earlier = taps_CJ.shape[1] - 1
+        before, latest = pieces.halo(qkv[:, max(qkv.shape[1] - earlier, 0) :], earlier, latest)
+        mixed = convolved_silu(qkv, taps_CJ, before, starts)
+        N, t, V = b.shape
         K = V * c.linear_num_key_heads // c.linear_num_value_heads
-        parts = jnp.split(mixed_BSC, [K * c.linear_key_head_dim, 2 * K * c.linear_key_head_dim], axis=-1)
-        q, k, v = (x.reshape(B, S, heads, -1) for x, heads in zip(parts, (K, K, V), strict=True))
-        g, beta = gates(a_BSV, b_BSV, self.A_log[...], self.dt_bias[...])
-        tokens = Tokens(q, k, *(x.reshape(B, S, K, V // K, *x.shape[3:]) for x in (v, g, beta)))
-        starts = None if ops.starts is None else ops.starts - first
-        out, state = gated_delta_rule(tokens, starts, state)
-        out = out.reshape(v.shape).astype(z_BSV.dtype)
-        y = gated_norm(out, z_BSV.reshape(v.shape), self.norm[...], c.rms_norm_eps)
-        y_BSD = ops.linear(y.reshape(B, S, -1), projection(self, "wo"))
+        parts = jnp.split(mixed, [K * c.linear_key_head_dim, 2 * K * c.linear_key_head_dim], axis=-1)
+        q, k, v = (x.reshape(N, t, heads, -1) for x, heads in zip(parts, (K, K, V), strict=True))
+        g, beta = gates(a, b, self.A_log[...], self.dt_bias[...])
+        tokens = Tokens(q, k, *(x.reshape(N, t, K, V // K, *x.shape[3:]) for x in (v, g, beta)))
+        out, state = rule_of_pieces(ops.compute.cp_method, tokens, starts, state)
+        out = out.reshape(v.shape).astype(z.dtype)
+        y = gated_norm(out, z.reshape(v.shape), self.norm[...], c.rms_norm_eps)
+        y_BSD = ops.linear(pieces.join(y.reshape(N, t, -1)), projection(self, "wo"))
         return y_BSD, None if cache is None else cache._replace(state=(state, latest))
 
     @property
@@ -167,9 +172,20 @@ class GatedDelta(Mixer):
         of_value_head = 4 * C * (k + v) + 2 * k * (k + v) + 2 * k * v + 2 * k * k * v / C + C * C
         return c.linear_num_value_heads * of_value_head + c.linear_num_key_heads * 4 * C * k
 
+    def context_numbers(self, tp: int, cp: int) -> ContextNumbers:
+        c = self.config
+        of_head = c.linear_key_head_dim * (c.linear_key_head_dim + c.linear_value_head_dim)
+        halo = (c.linear_conv_kernel_dim - 1) * sum(self.convolved) // tp
+        return ContextNumbers(halo=halo, maps=c.linear_num_value_heads // tp * of_head)
+
     def space(self, compute, x: OnGpu, *, gpu: bool, packed: bool, window: bool) -> KernelBytes:
+        """A row's group of chunks at a time, and over `cp` the maps of all pieces."""
         heads = self.config.linear_num_value_heads // x.tensor
-        return KernelBytes(working=x.rows * self._group_bytes(x.tokens * x.tensor, heads))
+        devices = x.per_sequence // x.tensor
+        pieces = pieces_per_device(compute.cp_method) if devices > 1 else 1
+        group = self._group_bytes(x.tokens * x.tensor // pieces, heads)
+        maps = 4 * devices * self.context_numbers(x.tensor, devices).maps if devices > 1 else 0
+        return KernelBytes(working=x.rows * pieces * (group + maps))
 
     def _group_bytes(self, tokens: int, heads: int) -> int:
         """Bytes of the float32 values of a row's group of chunks. heads: for values.
@@ -181,10 +197,6 @@ class GatedDelta(Mixer):
         numbers = CHUNK + c.linear_key_head_dim + c.linear_value_head_dim
         return 6 * 4 * numbers * heads * min(tokens, CHUNK * CHUNKS)
 
-    def check_context(self, c) -> None:
-        change = "leave it out; the states of other GPUs' tokens are not sent yet"
-        need(c.cp_size == 1, "cp_size", "1 with layers of gated delta nets", c.cp_size, change)
-
 
 def log_of_uniform(key, shape, dtype=jnp.float32) -> jax.Array:
     """Draws logarithms of numbers between 0.01 and 16."""
@@ -192,10 +204,9 @@ def log_of_uniform(key, shape, dtype=jnp.float32) -> jax.Array:
 
 
 @save_inputs_only
-def convolved_silu(x, taps, before, first, starts) -> tuple[jax.Array, jax.Array]:
-    """Returns (silu of `causal_convolution` in the dtype of x, the latest inputs)."""
-    y, latest = causal_convolution(x, taps, before, first, starts)
-    return jax.nn.silu(y).astype(x.dtype), latest
+def convolved_silu(x, taps, before, starts) -> jax.Array:
+    """Returns silu of `causal_convolution` in the dtype of x."""
+    return jax.nn.silu(causal_convolution(x, taps, before, starts)).astype(x.dtype)
 
 
 @save_inputs_only

@@ -50,6 +50,7 @@ class LatentAttention(Mixer):
 
     name = "latent"
     input = "latent_input"
+    appends = True
     tensors: ClassVar = {
         "wq": FileNames("self_attn.q_proj.weight", "attn_q.weight"),
         "wq_a": FileNames("self_attn.q_a_proj.weight", "attn_q_a.weight"),
@@ -269,13 +270,18 @@ class LatentAttention(Mixer):
         scores = (2 if gpu else 4) * heads * x.tokens * x.chunks * x.per_sequence * 4
         return KernelBytes(working=2 * keys + scores, scores=scores)
 
-    def numbers_between_chunks(self, devices: int) -> int:
-        """Those of a latent and a rotated key."""
+    def bytes_between_chunks(self, x: OnGpu) -> int:
+        """Those of latents and rotated keys of whole sequences, which every GPU has."""
+        return x.itemsize * x.rows * x.tokens * x.chunks * x.per_sequence * self._latents
+
+    @property
+    def _latents(self) -> int:
+        """Numbers of a token's latent and rotated key."""
         return self.config.kv_lora_rank + self.config.qk_rope_head_dim
 
     def context_numbers(self, tp: int, cp: int) -> ContextNumbers:
         heads = self.config.num_attention_heads // tp
-        latents = self.numbers_between_chunks(cp)
+        latents = self._latents
         return ContextNumbers(heads * (self.channels + self.config.v_head_dim), cp * latents, latents)
 
     def implementation(

@@ -35,6 +35,7 @@ class Attention(Mixer):
 
     name = "attention"
     input = "attention_input"
+    appends = True
     tensors: ClassVar = {
         "wq": FileNames("self_attn.q_proj.weight", "attn_q.weight"),
         "wk": FileNames("self_attn.k_proj.weight", "attn_k.weight"),
@@ -181,9 +182,10 @@ class Attention(Mixer):
         scores = (2 if gpu else 4) * heads * keys * 4
         return KernelBytes(working=scores, scores=scores)
 
-    def numbers_between_chunks(self, devices: int) -> int:
+    def bytes_between_chunks(self, x: OnGpu) -> int:
         """Those of keys and values; devices that share a head have it each."""
-        return 2 * max(self.config.num_key_value_heads, devices) * self.config.head_dim
+        numbers = 2 * max(self.config.num_key_value_heads, x.per_sequence) * self.config.head_dim
+        return x.itemsize * x.rows * x.tokens * x.chunks * numbers
 
     def context_numbers(self, tp: int, cp: int) -> ContextNumbers:
         queries, keys = self.widths()

@@ -8,7 +8,7 @@ the first token of a document are zeros, so no document and no padding reaches i
 
 Files have Wb, Wc and Wx as the rows of one matrix, `in_proj`; here they are three, each of whose rows `tp` divides.
 
-Shape suffixes: B batch, S sequence, D hidden size, J taps, P = J - 1 earlier tokens.
+Shape suffixes: B batch, S sequence, N, t, u: see row_pieces.py, D hidden size, J taps, P = J - 1 earlier tokens.
 """
 
 import math
@@ -19,13 +19,13 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from surojax.errors import need
-from surojax.models.kinds.sublayer import FileNames, Mixer, Target, Width, undivided
+from surojax.models.kinds.sublayer import ContextNumbers, FileNames, Mixer, Target, Width, undivided
 from surojax.models.layers import parameter, projection
 from surojax.models.linear import Product
 from surojax.models.model import Cache
 from surojax.models.operations import Operations
 from surojax.models.recompute import save_inputs_only
+from surojax.models.row_pieces import RowPieces
 from surojax.placement.param import Kind
 
 TAPS = 3  # of every published model
@@ -63,11 +63,13 @@ class ShortConv(Mixer):
         self, x_BSD: jax.Array, ops: Operations, norm: Callable | None = None, cache: Cache | None = None
     ) -> tuple[jax.Array, Cache | None]:
         """Returns (the convolution of x `[B, S, D]` or norm(x), the cache with the state after the last token)."""
-        b_BSD, c_BSD, x_BSD = ops.linears(x_BSD, [projection(self, f"w{name}") for name in "bcx"], norm)
-        first = 0 if cache is None else cache.start
-        before_BPD = None if cache is None else cache.state
-        mixed_BSD, state_BPD = gated_convolution(b_BSD, c_BSD, x_BSD, self.taps[...], before_BPD, first, ops.starts)
-        y_BSD = ops.linear(mixed_BSD, projection(self, "wo"))
+        pieces = RowPieces(ops.compute.cp_method, 0 if cache is None else cache.start)
+        projected = ops.linears(x_BSD, [projection(self, f"w{name}") for name in "bcx"], norm)
+        b_NtD, c_NtD, x_NtD = map(pieces.split, projected)
+        tails_NuD = b_NtD[:, 1 - TAPS :] * x_NtD[:, 1 - TAPS :]
+        before_NPD, state_BPD = pieces.halo(tails_NuD, TAPS - 1, None if cache is None else cache.state)
+        mixed_NtD = gated_convolution(b_NtD, c_NtD, x_NtD, self.taps[...], before_NPD, pieces.starts(ops.starts))
+        y_BSD = ops.linear(pieces.join(mixed_NtD), projection(self, "wo"))
         return y_BSD, None if cache is None else cache._replace(state=state_BPD)
 
     # -- declarations --------------------------------------------------------------------------------------------------
@@ -83,12 +85,11 @@ class ShortConv(Mixer):
         """Shape of B * x of the latest tokens `[B, P, D]`, however many positions there are."""
         return jax.ShapeDtypeStruct((rows, TAPS - 1, self.config.hidden_size), dtype)
 
+    def context_numbers(self, tp: int, cp: int) -> ContextNumbers:
+        return ContextNumbers(halo=(TAPS - 1) * self.config.hidden_size // tp)
+
     def flops(self, sequence_len: int, window: int) -> float:
         return 2.0 * TAPS * self.config.hidden_size
-
-    def check_context(self, c) -> None:
-        change = "leave it out; tokens before a GPU's own are not sent yet"
-        need(c.cp_size == 1, "cp_size", "1 with layers of short convolutions", c.cp_size, change)
 
 
 @save_inputs_only
@@ -98,36 +99,31 @@ def gated_convolution(
     x_BSD: jax.Array,
     taps_DJ: jax.Array,
     before_BPD: jax.Array | None,
-    first: jax.Array | int,
     starts_BS: jax.Array | None,
-) -> tuple[jax.Array, jax.Array]:
-    """Returns (c * causal convolution of b * x, b * x of the latest tokens `[B, P, D]`); see `causal_convolution`."""
-    total_BSD, latest_BPD = causal_convolution(b_BSD * x_BSD, taps_DJ, before_BPD, first, starts_BS)
-    return c_BSD * total_BSD.astype(x_BSD.dtype), latest_BPD
+) -> jax.Array:
+    """Returns c * causal convolution of b * x, see `causal_convolution`."""
+    return c_BSD * causal_convolution(b_BSD * x_BSD, taps_DJ, before_BPD, starts_BS).astype(x_BSD.dtype)
 
 
 def causal_convolution(
-    x_BSD: jax.Array,
-    taps_DJ: jax.Array,
-    before_BPD: jax.Array | None,
-    first: jax.Array | int,
-    starts_BS: jax.Array | None,
-) -> tuple[jax.Array, jax.Array]:
-    """Returns (convolution of each channel with its taps, in float32 at least; the latest inputs `[B, P, D]`).
+    x_BSD: jax.Array, taps_DJ: jax.Array, before_BPD: jax.Array | None, starts_BS: jax.Array | None
+) -> jax.Array:
+    """Returns the convolution of each channel with its taps, in float32 at least.
 
-    before: the inputs before the first token, whose position is `first`; None: zeros. starts: int32 `[B, S]`, the
-    position at which each token's document starts; None: 0. No tap reaches into another document.
+    before: the inputs before the first token; None: zeros. starts: int32 `[B, S]`, index among these tokens at which
+    each token's document starts, negative if before them; None: all are of one document. No tap reaches into another
+    document.
     """
     B, S, D = x_BSD.shape
     P = taps_DJ.shape[1] - 1
     before_BPD = jnp.zeros((B, P, D), x_BSD.dtype) if before_BPD is None else before_BPD
     all_BTD = jnp.concatenate([before_BPD, x_BSD], axis=1)
-    position_1S = (first + jnp.arange(S))[None]
-    start_BS = jnp.zeros_like(position_1S) if starts_BS is None else starts_BS
     dtype = jnp.promote_types(x_BSD.dtype, jnp.float32)
     total_BSD = jnp.zeros((B, S, D), dtype)
     for j in range(P + 1):
         shifted_BSD = jax.lax.slice_in_dim(all_BTD, P - j, P - j + S, axis=1).astype(dtype)
-        is_own_BS1 = (position_1S - j >= start_BS)[..., None]
-        total_BSD = total_BSD + jnp.where(is_own_BS1, shifted_BSD, 0) * taps_DJ[:, P - j].astype(dtype)[None, None]
-    return total_BSD, all_BTD[:, S:]
+        if starts_BS is not None:
+            is_own_BS1 = (jnp.arange(S)[None] - j >= starts_BS)[..., None]
+            shifted_BSD = jnp.where(is_own_BS1, shifted_BSD, 0)
+        total_BSD = total_BSD + shifted_BSD * taps_DJ[:, P - j].astype(dtype)[None, None]
+    return total_BSD

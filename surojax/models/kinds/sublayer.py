@@ -8,9 +8,11 @@ declarations. The checks of a config, adapters, readers of files, the sampler an
 model, and know none.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 
@@ -95,15 +97,18 @@ class Sublayer(nnx.Module):
 
 
 class ContextNumbers(NamedTuple):
-    """Numbers of each of its tokens that a GPU of `cp` sends to others in a forward pass over one layer.
+    """Numbers that a GPU of `cp` sends to others in a forward pass over one layer.
 
-    exchanged, keys: with cp_method="ulysses", those of queries and results, and of keys and values, its own part
-    included. pieces: with other methods, keys and values to one other GPU.
+    exchanged, keys: of each of its tokens, with cp_method="ulysses": those of queries and results, and of keys and
+    values, its own part included. pieces: with other methods, keys and values of a token to one other GPU. halo, maps:
+    of each of its pieces of a row to each other GPU, in the model's dtype and in float32 (models/row_pieces.py).
     """
 
-    exchanged: int
-    keys: int
-    pieces: int
+    exchanged: int = 0
+    keys: int = 0
+    pieces: int = 0
+    halo: int = 0
+    maps: int = 0
 
 
 class OnGpu(NamedTuple):
@@ -134,7 +139,13 @@ class KernelBytes(NamedTuple):
 
 
 class Mixer(Sublayer):
-    """A sublayer whose tokens depend on each other."""
+    """A sublayer whose tokens depend on each other.
+
+    appends: what later tokens read of earlier ones grows with them, as keys and values do; if not, it is a state that
+    each next token replaces.
+    """
+
+    appends: ClassVar[bool] = False
 
     def decode_state(self, rows: int, positions: int, dtype) -> Any:
         """Shapes of the state of a layer that sampling hands on, with room for so many positions of each row."""
@@ -155,13 +166,14 @@ class Mixer(Sublayer):
         """
         return KernelBytes()
 
-    def numbers_between_chunks(self, devices: int) -> int:
-        """Numbers of each token that chunks of a sequence hand on, on `devices` that share it."""
-        return 0
+    def bytes_between_chunks(self, x: OnGpu) -> int:
+        """Bytes of a layer that chunks of a sequence hand on, together: of a state those of `decode_state`."""
+        states = jax.tree.leaves(self.decode_state(x.rows, 0, x.dtype))
+        return (x.chunks - 1) * sum(math.prod(s.shape) * s.dtype.itemsize for s in states) // x.tensor
 
     def context_numbers(self, tp: int, cp: int) -> ContextNumbers:
         """The `ContextNumbers` of a layer."""
-        return ContextNumbers(0, 0, 0)
+        return ContextNumbers()
 
     def implementation(
         self,
