@@ -346,10 +346,6 @@ def test_keys_are_computed_as_by_transformers(tmp_path, family):
             {"model.n_group": 8, "model.topk_group": 4, "model.scoring_func": "sigmoid"},
             r"^model\.n_group: expected groups of two experts or more",
         ),
-        (
-            {"model.layer_types": f"{LATENT},conv", "pp_size": 2, "gpus": 2},
-            r"^model\.layer_types: expected one with pp",
-        ),
         ({"lora": True, "lora_target_modules": "k_proj"}, r"^lora_target_modules: expected names among q_proj, kv_a_p"),
         (
             {"lora": True, "lora_rank": 513},
