@@ -117,10 +117,10 @@ class LatentAttention(Mixer):
         B, S, _ = q.shape
         q_BSHh = q.reshape(B, S, -1, self.channels)
         latent_BSL = ops.norm(kv[..., : c.kv_lora_rank], self.kv_norm[...], EPS)
-        rotating = q_BSHh[..., c.qk_nope_head_dim :], kv[:, :, None, c.kv_lora_rank :]
+        q_BSHr, k_BS1r = q_BSHh[..., c.qk_nope_head_dim :], kv[:, :, None, c.kv_lora_rank :]
         if c.rope_interleave:
-            rotating = map(pairs_as_halves, rotating)
-        q_BSHr, k_BS1r = ops.rotate(*rotating, first, *c.rotary(ops.variant))
+            q_BSHr, k_BS1r = pairs_as_halves(q_BSHr), pairs_as_halves(k_BS1r)
+        q_BSHr, k_BS1r = ops.rotate(q_BSHr, k_BS1r, first, *c.rotary(ops.variant))
         q_BSHh = jnp.concatenate([q_BSHh[..., : c.qk_nope_head_dim], q_BSHr], axis=-1)
         return q_BSHh, Latents(latent_BSL, k_BS1r[:, :, 0])
 
@@ -327,7 +327,7 @@ def of_all_tokens(known: Latents) -> Latents:
 def of_own_heads(kv_b: Projection) -> Projection:
     """Slices the rows of this GPU's heads, as `context.scatter_heads` gives them, out of matrix and adapter."""
 
-    def own(param):
+    def own(param) -> Any:
         is_row = param.get_metadata("out_sharding")[0] == "heads"
         return param.replace(context.own_heads(param[...])) if is_row else param
 
