@@ -117,10 +117,10 @@ class LatentAttention(Mixer):
         B, S, _ = q.shape
         q_BSHh = q.reshape(B, S, -1, self.channels)
         latent_BSL = ops.norm(kv[..., : c.kv_lora_rank], self.kv_norm[...], EPS)
-        rotating = q_BSHh[..., c.qk_nope_head_dim :], kv[:, :, None, c.kv_lora_rank :]
+        q_BSHr, k_BS1r = q_BSHh[..., c.qk_nope_head_dim :], kv[:, :, None, c.kv_lora_rank :]
         if c.rope_interleave:
-            rotating = map(pairs_as_halves, rotating)
-        q_BSHr, k_BS1r = ops.rotate(*rotating, first, *c.rotary(ops.variant))
+            q_BSHr, k_BS1r = pairs_as_halves(q_BSHr), pairs_as_halves(k_BS1r)
+        q_BSHr, k_BS1r = ops.rotate(q_BSHr, k_BS1r, first, *c.rotary(ops.variant))
         q_BSHh = jnp.concatenate([q_BSHh[..., : c.qk_nope_head_dim], q_BSHr], axis=-1)
         return q_BSHh, Latents(latent_BSL, k_BS1r[:, :, 0])
 
@@ -271,13 +271,17 @@ class LatentAttention(Mixer):
         return KernelBytes(working=2 * keys + scores, scores=scores)
 
     def bytes_between_chunks(self, x: OnGpu) -> int:
-        """Those of latents and rotated keys; every device has them of all tokens."""
-        numbers = self.config.kv_lora_rank + self.config.qk_rope_head_dim
-        return x.itemsize * x.rows * x.tokens * x.chunks * x.per_sequence * numbers
+        """Those of latents and rotated keys of whole sequences, which every GPU has."""
+        return x.itemsize * x.rows * x.tokens * x.chunks * x.per_sequence * self._latents
+
+    @property
+    def _latents(self) -> int:
+        """Numbers of a token's latent and rotated key."""
+        return self.config.kv_lora_rank + self.config.qk_rope_head_dim
 
     def context_numbers(self, tp: int, cp: int) -> ContextNumbers:
         heads = self.config.num_attention_heads // tp
-        latents = self.config.kv_lora_rank + self.config.qk_rope_head_dim
+        latents = self._latents
         return ContextNumbers(heads * (self.channels + self.config.v_head_dim), cp * latents, latents)
 
     def implementation(
@@ -321,7 +325,7 @@ def of_all_tokens(known: Latents) -> Latents:
 def of_own_heads(kv_b: Projection) -> Projection:
     """Slices the rows of this GPU's heads, as `context.scatter_heads` gives them, out of matrix and adapter."""
 
-    def own(param):
+    def own(param) -> Any:
         is_row = param.get_metadata("out_sharding")[0] == "heads"
         return param.replace(context.own_heads(param[...])) if is_row else param
 
