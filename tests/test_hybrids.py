@@ -14,6 +14,9 @@ from surojax.models import decoder_model
 from surojax.verification.settings import NVME_ALL
 
 CONVOLUTIONS, DELTAS = test_lfm2.HYBRID, test_qwen3_5.HYBRID
+# Gradients of decays are sums that may cancel: with seed 0 and experts they are 1e-6 beside 4e-3 of other matrices, and
+# float32 rounding is 3e-4 of that; with this one they are 9e-5.
+SEED = 8
 TENSOR_PARALLEL = {"zero_level": 3, "tp_size": 2, **ALL}
 
 
@@ -38,9 +41,9 @@ TENSOR_PARALLEL = {"zero_level": 3, "tp_size": 2, **ALL}
 )
 def test_gradients_equal_reverse_mode(config, devices, placed):
     model = decoder_model.build(config)
-    small = Small(devices, model=model, microbatches_per_fetch=3, **placed)
+    small = Small(devices, model=model, microbatches_per_fetch=3, seed=SEED, **placed)
     with vectors_drawn():
-        params = model.init(0)
+        params = model.init(SEED)
     batch = tokens(3, 8, 16)
     expected = jax.jit(jax.value_and_grad(plain_loss(config)))(params, *batch)
     assert worst_relative(engine_gradients(small, batch), expected) < ORDER_OF_SUMS
