@@ -17,7 +17,8 @@ from small import quick_at
 
 from surojax.cluster.early import STOPPED
 from surojax.cluster.hosts import Hosts, detect
-from surojax.config.flags import split_flags
+from surojax.command_line import split_flags
+from surojax.config.fields import FIELDS
 from surojax.errors import EXIT_CODES, REFUSED, exit_codes
 from surojax.planner.footprint import POOL
 
@@ -49,7 +50,7 @@ def check_pod(pod: dict) -> None:
 def check_command(words: list[str]) -> None:
     """A command trains on all GPUs, into a folder that is shared, with a config that exists."""
     assert words[:2] == ["surojax", "train"]
-    rest, overrides = split_flags(words[2:], argparse.ArgumentParser())
+    rest, overrides = split_flags(words[2:], argparse.ArgumentParser(), FIELDS)
     assert rest[0] == "--config" and (DOCS.parent / rest[1]).is_file()
     fields = dict(overrides)
     assert fields["gpus"] == "0"

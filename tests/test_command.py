@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 import surojax
-from surojax import __main__ as command, completion, launch, new, option_names
+from surojax import __main__ as command, command_line, completion, launch, new, option_names
 from surojax.config import flags
 from surojax.convert import merge_parser
 from surojax.errors import REFUSED, ConfigError, Refused
@@ -186,7 +186,7 @@ def test_examples_are_command_lines_that_the_verb_takes(name, line):
 def test_a_config_by_its_name(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert flags.load_config("llama7b") == flags.load_config(str(ROOT / "configs/llama7b.py"))
-    assert set(flags.configs()) == {file.stem for file in (ROOT / "configs").glob("*.py")}
+    assert set(command_line.configs()) == {file.stem for file in (ROOT / "configs").glob("*.py")}
     with pytest.raises(ConfigError, match=r"expected a name of finetune, .*, verify, got 'llama7'; did you mean llama"):
         flags.load_config("llama7")
     with pytest.raises(ConfigError, match=r"got 'qqq'; choose one, or a Python file$"):

@@ -305,8 +305,9 @@ IMPORTING = "import os, signal, sys, time\nos.kill(os.getpid(), signal.{})\ntime
 @pytest.mark.parametrize(
     "words, number, code",
     [(["-m", "surojax.train"], "SIGTERM", STOPPED), (["-m", "surojax.launch"], "SIGTERM", STOPPED),
-     (["-m", "surojax", "train"], "SIGTERM", STOPPED), (["-c", "import surojax.launch"], "SIGTERM", -signal.SIGTERM),
-     (["-m", "surojax.train"], "SIGUSR1", STOPPED), (["-m", "surojax", "launch"], "SIGUSR2", STOPPED),
+     (["-m", "surojax", "train", "--config", "tiny"], "SIGTERM", STOPPED),
+     (["-c", "import surojax.launch"], "SIGTERM", -signal.SIGTERM), (["-m", "surojax.train"], "SIGUSR1", STOPPED),
+     (["-m", "surojax", "launch", "--", "true"], "SIGUSR2", STOPPED),
      (["-m", "surojax.train"], "SIGHUP", STOPPED), (["-m", "surojax.train"], "SIGHUP ignored", 1)],
 )  # fmt: skip
 def test_a_signal_while_python_imports_asks_to_start_again(tmp_path, words, number, code):

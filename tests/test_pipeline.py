@@ -209,7 +209,7 @@ def test_meshes():
 
 
 def test_what_stages_cannot_divide_is_refused():
-    with pytest.raises(ConfigError, match=r"^pp_size: expected 1 for several segments of layers"):
+    with pytest.raises(ConfigError, match=r"^pp_size: expected stages with as many layers of each kind, got"):
         of_stage(toy(), toy().num_layers)
     with pytest.raises(ConfigError, match=r"^resident_layers: expected fewer than the 2 layers of a stage, got 2"):
         Small(2, pp_size=2, offload_weights=True, resident_layers=2)

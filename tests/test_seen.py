@@ -220,7 +220,7 @@ def test_fit_reads_the_file_and_names_it(file, monkeypatch):
     seen.record(file, GPUS["rtx3090"].name, 1.0, 1.5, "a", 1)
     facts = []
 
-    def of(space):
+    def of(space, **_):
         facts.append(space.gpu)
         return search.Found([], 1, 1, None, (), [], {})
 
