@@ -62,7 +62,7 @@ def _read(given: dict[str, Any]) -> dict[str, Any]:
 
 def _read_next(given: dict[str, Any]) -> dict[str, Any]:
     fields = {"first_k_dense_replace": layers_without_experts(given)} | _read(given)
-    return fields | {"linear_fused_projections": DELTA in fields["layer_types"]}
+    return fields | {"linear_fused_projections": DELTA in _layer_types(given)}
 
 
 def _write(fields: dict[str, Any]) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import jax
+import numpy as np
 
 from pallas_kernels import dispatch
 from surojax.assembly.assemble import Assembly
@@ -82,7 +83,7 @@ def rate_text(c: Config, first_step: int, total_steps: int) -> str:
     if not 0 < first_step < total_steps:
         return f"learning rate {c.learning_rate:g}"
     rate = rate_schedule(c, c.learning_rate, total_steps)
-    now, last = float(rate(first_step)), float(rate(total_steps - 1))
+    now, last = (np.asarray(rate(step)).item() for step in (first_step, total_steps - 1))
     return f"learning rate {now:.2e} in step {first_step + 1}, {last:.2e} in the last (peak {c.learning_rate:g})"
 
 
