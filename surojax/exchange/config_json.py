@@ -21,9 +21,10 @@ COPIED = (
     "rope_theta tie_word_embeddings initializer_range"
 ).split()
 
+GATE = "mlp.shared_expert_gate"  # experts of every family have a name for it
 WHOLE = (
     "mlp.router",
-    "mlp.shared_expert_gate",
+    GATE,
     "delta.wb",
     "delta.wa",
     "delta.wba",
@@ -41,9 +42,9 @@ def completed(source: dict[str, Any], dtype: str, kept: Sequence[str] = ()) -> d
     config.setdefault("architectures", [family.transformers_class])
     quantised = compressed.FORMATS.get(dtype)
     others = compressed.OTHERS if quantised else dtype
-    whole = [
-        family.tensors[name].removesuffix(".weight").removeprefix(LAYER) for name in WHOLE if name in family.tensors
-    ]
+    has_gate = "shared_expert_intermediate_size" in family.defaults
+    named = [name for name in WHOLE if name in family.tensors and (name != GATE or has_gate)]
+    whole = [family.tensors[name].removesuffix(".weight").removeprefix(LAYER) for name in named]
     patterns = [f".*{re.escape(name)}$" for name in whole] + [rf"^{re.escape(name)}\..*" for name in kept]
     said = {"quantization_config": compressed.config_of(dtype, patterns)} if quantised else {}
     return family.both_ropes(config) | {"dtype": others, "torch_dtype": others} | said
