@@ -16,9 +16,9 @@ from test_delta_rule import drawn as drawn_rule, recurrence, starts_of
 from test_kinds import DELTA
 
 from surojax.models import chunked, decoder_model, delta_pieces
-from surojax.models.delta_rule import ChunkSizes, gated_delta_rule
+from surojax.models.delta_rule import ChunkSizes
 from surojax.models.kinds.gated_delta import GatedDelta
-from surojax.models.kinds.short_conv import ShortConv, causal_convolution
+from surojax.models.kinds.short_conv import ShortConv
 from surojax.models.model import Cache, Compute
 from surojax.models.operations import Operations
 from surojax.models.row_pieces import RowPieces
@@ -264,39 +264,3 @@ def test_a_block_in_chunks_is_that_in_one_piece(monkeypatch, kind, number):
     weights = jax.tree.map(lambda p: 0.4 * normal(p.shape), segment.params)
     x, dy = normal((2, len(STARTS), S, config.hidden_size))
     assert_close(both(number)[1](weights, x, dy), in_one(weights, x, dy))
-
-
-@pytest.mark.full
-def test_chunks_cost_no_bit():
-    """Of the convolution and the rule, forward and backward, in float32 and packed: no sum has another order."""
-    starts = starts_of([3, 9], S)[None]
-    tokens, state = jax.tree.map(lambda x: x.astype(jnp.float32), drawn_rule(1, length=S))
-    sizes = ChunkSizes(chunk=4, chunks=2)
-
-    def rule(tokens, state, chunks: int):
-        outs = []
-        for own in chunked.chunks_of(S, chunks):
-            part = jax.tree.map(own.of, tokens)
-            out, state = gated_delta_rule(part, jnp.asarray(own.of(starts) - own.start), state, sizes)
-            outs.append(out)
-        return jnp.concatenate(outs, axis=1), state
-
-    def convolution(x, taps, chunks: int):
-        outs, before = [], None
-        for own in chunked.chunks_of(S, chunks):
-            outs.append(causal_convolution(own.of(x), taps, before, jnp.asarray(own.of(starts) - own.start)))
-            before = x[:, own.stop - 2 : own.stop]
-        return (jnp.concatenate(outs, axis=1),)
-
-    normal = np.random.default_rng(2).standard_normal
-    arguments = jnp.asarray(normal((1, S, 8)), jnp.float32), jnp.asarray(normal((8, 3)), jnp.float32)
-    for function, inputs in ((rule, (tokens, state)), (convolution, arguments)):
-
-        @functools.partial(jax.jit, static_argnums=0)
-        def both(chunks: int, inputs, function=function):
-            results, pullback = jax.vjp(lambda *inputs: function(*inputs, chunks), *inputs)
-            return results, pullback(jax.tree.map(jnp.ones_like, results))[0]
-
-        one, two = both(1, inputs), both(2, inputs)
-        for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(two), strict=True):
-            np.testing.assert_array_equal(a, b)
