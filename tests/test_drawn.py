@@ -287,7 +287,9 @@ def test_gradients_are_those_of_the_plain_model(number, pytestconfig):
     compiled = jax.jit(gradients, compiler_options=compiler_options(run, "cpu"))
     means, grads, norm = jax.device_get(compiled(weights, *on_devices))
     expected_loss, expected = reference(row["model"], row["objective"], c.sample_packing)
-    assert float(means["loss"]) == pytest.approx(float(expected_loss), rel=ORDER_OF_SUMS)
+    # GRPO's terms are about 1 and have both signs: their sum, 0.008 in a row, has their rounding.
+    of_terms = 1e-6 if row["objective"] == "grpo" else 0.0
+    assert float(means["loss"]) == pytest.approx(float(expected_loss), rel=ORDER_OF_SUMS, abs=of_terms)
     assert worst_relative(without_padding(grads, expected), expected) < ORDER_OF_SUMS
     squares = sum(np.sum(np.square(g, dtype=np.float64)) for g in jax.tree.leaves(expected))
     assert float(norm) == pytest.approx(squares**0.5, rel=ORDER_OF_SUMS)
