@@ -13,7 +13,7 @@ SHORT = {"lr": ("learning_rate",), "qlora": ("lora", "qlora_bnb")}  # other name
 STORED = Path(__file__).with_name("help.json")
 ALL_FIELDS = "fields"  # `--help fields`
 HELP = {"-h", "--help"}
-MERGE = "merge"  # of convert, which has options of its own with it
+MERGE = "merge"  # `convert merge` has options of its own
 
 
 def read_stored() -> dict[str, Any]:

@@ -18,7 +18,7 @@ from surojax.option_names import MERGE, read_stored
 from surojax.planner.gpus import gpu_key
 from surojax.untrusted import TRAINED, check_there
 
-TYPES = {"int": int, "float": float}  # of options' values, by name
+TYPES = {"int": int, "float": float}  # types of options, by name
 PRINTS = "version"  # action of an option that prints and exits
 ACTIONS = {
     argparse._StoreTrueAction: "store_true",

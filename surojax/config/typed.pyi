@@ -79,7 +79,7 @@ class ModelFields(Section):
     qk_nope_head_dim: int
     r"""channels of a head's queries and keys without rotary embedding."""
     qk_rope_head_dim: int
-    r"""those with it; the keys of all heads share them."""
+    r"""channels of a head's queries and keys with rotary embedding; the keys of all heads share them."""
     v_head_dim: int
     r"""channels of a head's values."""
     rope_interleave: bool

@@ -1,8 +1,8 @@
 """The tensors of a model's folder that are no part of its language model, kept as they are for an export.
 
-These are the image encoder of an image-text model, and what predicts further tokens. Nothing here trains them: an
-export has the source's, byte for byte, under the source's names, beside the language model in its `text_config`. Only
-matrices in float8 are written as numbers, since the export's config.json no longer says how they are scaled.
+These are an image encoder, and layers that predict further tokens. They are not trained: an export has those of the
+source, byte for byte and under its names; its config.json is the whole one, with the language model in `text_config`.
+Only matrices in float8 are written as numbers, since the export's config.json no longer says how they are scaled.
 """
 
 from typing import Any, NamedTuple
@@ -17,7 +17,7 @@ from surojax.exchange.shards import Shard, StoredTensor
 
 
 class Beside(NamedTuple):
-    """What a folder has beside its language model.
+    """The tensors of a folder that are no part of its language model.
 
     config: the whole config.json of an image-text model; None: the folder has a language model alone. shards: {name of
     a tensor: the file that has it}. weights: of the folder.

@@ -56,7 +56,7 @@ HEAD_DIM = ("attention.key_length", "attention.value_length", ROTATED)  # all ar
 SCALING_TYPE = "rope.scaling.type"
 # Keys of the stretched positions, and theirs in rope_scaling.
 SCALING = {"rope.scaling.factor": "factor", "rope.scaling.original_context_length": "original_max_position_embeddings"}
-FURTHER = "nextn_predict_layers"  # of block_count
+FURTHER = "nextn_predict_layers"  # layers for further tokens, which block_count includes
 OFF = {"expert_count": 0}  # keys whose value must be this in families that have none of it
 OTHERS = frozenset(
     (*HEAD_DIM, SCALING_TYPE, *SCALING, *OFF, "rope.scaling.finetuned", "vocab_size", "expert_used_count")

@@ -89,7 +89,7 @@ class DecoderConfig:
     kv_lora_rank: int = declare(512, AT_LEAST_1)
     # channels of a head's queries and keys without rotary embedding
     qk_nope_head_dim: int = declare(128, AT_LEAST_1)
-    # those with it; the keys of all heads share them
+    # channels of a head's queries and keys with rotary embedding; the keys of all heads share them
     qk_rope_head_dim: int = declare(64, AT_LEAST_1)
     # channels of a head's values
     v_head_dim: int = declare(128, AT_LEAST_1)

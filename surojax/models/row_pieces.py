@@ -39,7 +39,7 @@ class RowPieces(NamedTuple):
         return x_Nt.reshape(N // self.per_row, t * self.per_row, *x_Nt.shape[2:])
 
     def starts(self, starts_BS: jax.Array | None) -> jax.Array | None:
-        """Where documents start `[N, t]`, from the first token of each piece: negative if before it.
+        """Returns document starts `[N, t]`, counted from the first token of each piece: negative if before it.
 
         starts_BS: positions, of the tokens of all devices.
         """

@@ -35,7 +35,7 @@ from surojax.models.operations import Operations, Projection
 from surojax.models.recompute import recomputed
 from surojax.parallel import context
 
-EPS = 1e-6  # of both inner norms
+EPS = 1e-6  # added to the mean square in both inner norms
 
 
 class Latents(NamedTuple):
@@ -255,13 +255,13 @@ class LatentAttention(Mixer):
         return self.config.num_attention_heads * (queries * positions * 8 + expanded)
 
     def flops(self, sequence_len: int, window: int) -> float:
-        """Those of two products with half of the square of positions."""
+        """FLOPs of a token: two products with half of the positions."""
         return float(self.config.num_attention_heads * (self.channels + self.config.v_head_dim) * sequence_len)
 
     def space(self, compute, x: OnGpu, *, gpu: bool, packed: bool, window: bool) -> KernelBytes:
-        """Of keys and values, and of their gradients and the attention's; with XLA also of scores."""
+        """Counts keys, values, their gradients and those of the attention; with XLA also the scores."""
         h, v = self.channels, self.config.v_head_dim
-        heads = x.rows * x.tokens * self.config.num_attention_heads  # of whole sequences, a part of the heads
+        heads = x.rows * x.tokens * self.config.num_attention_heads  # whole sequences with a part of the heads
         keys = heads * x.chunks * (h + v) * x.itemsize
         flash = self.implementation(compute.attention, x.dtype, gpu=gpu, packed=packed)
         if flash != "xla":
@@ -271,7 +271,7 @@ class LatentAttention(Mixer):
         return KernelBytes(working=2 * keys + scores, scores=scores)
 
     def bytes_between_chunks(self, x: OnGpu) -> int:
-        """Those of latents and rotated keys of whole sequences, which every GPU has."""
+        """Counts latents and rotated keys of whole sequences, which every GPU has."""
         return x.itemsize * x.rows * x.tokens * x.chunks * x.per_sequence * self._latents
 
     @property

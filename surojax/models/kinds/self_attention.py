@@ -183,7 +183,7 @@ class Attention(Mixer):
         return KernelBytes(working=scores, scores=scores)
 
     def bytes_between_chunks(self, x: OnGpu) -> int:
-        """Those of keys and values; devices that share a head have it each."""
+        """Counts keys and values; devices that share a head have it each."""
         numbers = 2 * max(self.config.num_key_value_heads, x.per_sequence) * self.config.head_dim
         return x.itemsize * x.rows * x.tokens * x.chunks * numbers
 
