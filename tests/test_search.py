@@ -19,6 +19,7 @@ from surojax.assembly.from_config import from_config
 from surojax.config import checks, flags, write
 from surojax.config.fields import default_config, flat, mesh_sizes
 from surojax.errors import ConfigError
+from surojax.offloads import TO_DEVICE
 from surojax.placement.mesh import make_mesh
 from surojax.planner import (
     aot,
@@ -402,6 +403,21 @@ def test_device_memory_that_is_left_keeps_a_part_of_the_state():
     most = search.search(Space(c, GPUS[GPU], plenty, keep=keep)).candidates[0].config
     in_host = candidate.estimated(changed(most, {"device_memory": 0.0}), GPUS[GPU]).need.host
     assert 1 < most.device_memory <= in_host / GiB
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"offload_grads": False}, {"offload_master": False, "offload_optimizer": False}]
+)
+def test_an_estimate_moves_what_device_memory_leaves_of_each_class(changes):
+    """The tensors that have room are of several classes, whose bytes move in other passes."""
+    offloads = {name: True for row, name in choices.OFFLOADS.items() if row in TO_DEVICE}
+    c = checked(config(**SMALL | offloads | changes | {"gpus": 1, "device_memory": 0.06}), GPU)
+    kept, none = (
+        footprint.by_class(footprint.assembly(x), batch_of(x), "gpu") for x in (c, changed(c, {"device_memory": 0.0}))
+    )
+    of_classes = dict(zip(TO_DEVICE, candidate.kept_on_device(footprint.assembly(c)), strict=True))
+    assert of_classes == {row: none[row]["host"] - kept[row]["host"] for row in TO_DEVICE}
+    assert sum(of_classes.values()) > 0
 
 
 @pytest.mark.full

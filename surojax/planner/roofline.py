@@ -60,7 +60,7 @@ class StorageTiers(NamedTuple):
 
     files: those of the rows that are in files, but for in_memory bytes of them (`Placement.files_in_memory`, of each
     GPU). resident: layers of a stage whose weights are on the device all the same. overlaps: `Engine.overlap_update`.
-    on_device: bytes of `TO_DEVICE` that are on each device, though offloaded (`Placement.device_memory`).
+    on_device: bytes of each of `TO_DEVICE` that are on each device, though offloaded (`Placement.device_memory`).
     """
 
     offloaded: tuple[str, ...] = ()
@@ -68,7 +68,7 @@ class StorageTiers(NamedTuple):
     resident: int = 0
     overlaps: bool = False
     in_memory: float = 0.0
-    on_device: float = 0.0
+    on_device: tuple[float, ...] = ()
 
 
 ON_DEVICE = StorageTiers()
@@ -183,12 +183,9 @@ def phases(work: StepWork, stored: StorageTiers = ON_DEVICE) -> dict[str, float]
         moved["weights"] *= 1 - resident
     if "residuals" in moved:  # a stage has those of its microbatches only, however many rounds it waits for
         moved["residuals"] *= work.microbatches / (work.slots * work.rounds)
-    left = stored.on_device
-    for row in TO_DEVICE:
-        kept = min(moved.get(row, 0.0), left)
-        if kept:
-            moved[row] -= kept
-            left -= kept
+    for row, size in zip(TO_DEVICE, stored.on_device, strict=False):
+        if row in moved:
+            moved[row] -= min(moved[row], size)
     sent = work.sent
     as_master = work.as_master if {"weights", "master"} <= {*stored.files} and not resident else 0.0
     sizes = {row: round(moved[row] * (1 - as_master * (row == "weights"))) for row in stored.files}
