@@ -29,6 +29,7 @@ from surojax.planner import (
     fastest,
     file_time,
     footprint,
+    layer_sizes,
     remedies,
     roofline,
     search,
@@ -420,6 +421,19 @@ def test_an_estimate_moves_what_device_memory_leaves_of_each_class(changes):
     assert sum(of_classes.values()) > 0
 
 
+def test_products_wait_for_the_residuals_of_stages():
+    """Kernels copy them (STAGES in tests/test_plan.py), in every tick."""
+    c = checked(config(**SMALL | {"gpus": 2, "pp_size": 2, "gradient_accumulation_steps": 4}), GPU)
+    here, in_host = (changed(c, {"offload_residual": offloads}) for offloads in (False, True))
+    run = footprint.assembly(in_host)
+    size = footprint.by_class(run, batch_of(c), "gpu")["residuals"]["host"] / layer_sizes.slots(run, 4)
+    waits = (4 + 2 - 1) * size / (GPUS[GPU].pcie_bandwidth * GPUS[GPU].rates.host)
+    before, after = (candidate.estimated(x, GPUS[GPU]).phases for x in (here, in_host))
+    assert {name: after[name] - before[name] for name in before} == pytest.approx(
+        dict.fromkeys(before, 0.0) | {"forward": waits, "backward": waits}, rel=1e-3, abs=1e-9
+    )
+
+
 @pytest.mark.full
 def test_every_class_goes_to_files_where_host_memory_holds_none(tmp_path):
     """What is said of them is what an estimate of their config says, also with slow disks."""
@@ -595,8 +609,12 @@ def test_a_mesh_of_one_gpu_can_be_kept():
             "pp_schedule": "1f1b",
             "gradient_accumulation_steps": 4,
         },
+        {"gpus": 4, "pp_size": 4, "pp_schedule": "1f1b", "gradient_accumulation_steps": 8, "offload_residual": True}
+        | {"per_device_batch_size": 1, "recompute_block": False, "lmhead_chunks": 1},
+        dict.fromkeys(("offload_optimizer", "offload_master", "offload_grads", "offload_weights"), True)
+        | {"gpus": 1, "offload_residual": True, "device_memory": 18.75, "lmhead_chunks": 1},
     ],
-    ids=["1", "1 with resident layers", "4", "8 of three axes"],
+    ids=["1", "1 with resident layers", "4", "8 of three axes", "stages with offloaded residuals", "1, nearly full"],
 )
 def test_estimates_are_near_what_is_compiled(changes):
     """Device memory within 10 %, as footprint.py says; time within 10 % of the simulated step."""

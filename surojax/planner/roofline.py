@@ -103,6 +103,11 @@ class StepWork:
         return self.gpu.rates
 
     @property
+    def has_stages(self) -> bool:
+        """Whether layers are divided into stages of `pp`, which take turns at microbatches."""
+        return self.rounds > self.microbatches
+
+    @property
     def fetches(self) -> int:
         """Times that each layer's weights and accumulators are fetched in each direction."""
         return self.rounds // self.engine.microbatches_per_fetch
@@ -226,6 +231,7 @@ def _seconds(work: StepWork, step_pass: Pass, times: int, stored: Mapping[str, f
     Layers whose weights are resident and those whose weights are streamed are loops of their own.
     """
     chain, link = _works(work, step_pass, times, streams="weights" in stored)
+    chain += _by_kernels(work, step_pass, times, stored)
     read, written = traffic.copied_bytes(step_pass, times, stored, work.updated)
     weights = times * stored.get("weights", 0.0) * step_pass.lane("weights").reads
     loops = [(part, streamed) for part, streamed in ((resident, 0.0), (1 - resident, 1.0)) if part]
@@ -234,6 +240,18 @@ def _seconds(work: StepWork, step_pass: Pass, times: int, stored: Mapping[str, f
         _busiest(work, part * chain, part * link, streamed * weights + part * (read - weights), part * written)
         for part, streamed in loops
     )
+
+
+def _by_kernels(work: StepWork, step_pass: Pass, times: int, stored: Mapping[str, float]) -> float:
+    """Seconds of the host copies of a pass that kernels do, while products wait.
+
+    In stages those are the residuals', whose place depends on the microbatch and on the layer: copy engines follow one
+    loop's counter (docs/performance.md). All stages wait for them in each tick.
+    """
+    if not work.has_stages:
+        return 0.0
+    moved = sum(traffic.copied_bytes(step_pass, times, {"residuals": stored.get("residuals", 0.0)}))
+    return moved * work.rounds / work.microbatches / (work.gpu.pcie_bandwidth * work.rates.host)
 
 
 def _works(work: StepWork, step_pass: Pass, times: int, *, streams: bool) -> tuple[float, float]:
