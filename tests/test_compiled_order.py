@@ -84,11 +84,15 @@ STEPS = [
 ]
 
 
+# XLA's option of "exact" would sort what a scatter without `unique_indices` writes, so that none would be left to see.
+AS_WRITTEN = {"xla_gpu_exclude_nondeterministic_ops": False}
+
+
 @functools.cache
 def text_of(place: str, number: int) -> str:
     """The compiled text of a step of STEPS or PLACED."""
     gpus, changes = {"resident": STEPS, "offloaded": PLACED}[place][number]
-    return compiled_step(gpus, **changes)
+    return compiled_step(gpus, AS_WRITTEN, **changes)
 
 
 def unordered_scatters(text: str) -> list[str]:
@@ -117,6 +121,15 @@ def atomics(folder: Path) -> list[str]:
 def test_no_place_is_written_twice_by_a_scatter(number):
     """A place that is written several times is atomic operations on a GPU, in the order in which blocks run."""
     assert not unordered_scatters(text_of("resident", number))
+
+
+@needs_compiler
+@pytest.mark.full
+def test_exact_excludes_nothing_that_a_step_has():
+    """With XLA's option, which would sort scatters that may write a place twice, a step is the same program."""
+    gpus, changes = STEPS[0]
+    assert changes["xla_options"] == "exact"
+    assert compiled_step(gpus, **changes) == text_of("resident", 0)
 
 
 @needs_compiler
