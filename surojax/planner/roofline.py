@@ -21,7 +21,7 @@ other:
   are not sharded, comes last.
 
 Stages of `pp` go from tick to tick together: for k microbatches and p stages each of them takes the time of k + p - 1,
-and fetches its layers as often.
+and fetches its layers as often. Their residuals in host memory are in the chain, see `_by_kernels`.
 
 A setting that stores something elsewhere changes only the bytes of transfers. So `StepWork` holds what does not depend
 on where tensors are stored, and `phases` adds the transfers for a choice of memories. `surojax.fit` prints estimated
