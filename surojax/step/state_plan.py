@@ -18,7 +18,6 @@ from surojax.memory.in_file import InFile, TableInFile, home_of
 from surojax.memory.layer_file import Store
 from surojax.models.model import Model, Segment
 from surojax.numerics import base_formats, quantized
-from surojax.offloads import TO_DEVICE
 from surojax.optim.optimizer import Optimizer, UpdateRule
 from surojax.parallel.schedule import layers_of_stage, stacked_layers
 from surojax.placement.home import DEVICE, HOST, Home
@@ -72,9 +71,8 @@ def with_device_memory(
 ) -> Layouts:
     """Moves the largest tensors from host to device memory in the layouts, until `device_memory` bytes are used.
 
-    A tensor is there with all its layers, so that each layer has as much less to move. Of tensors of equal size, those
-    of the first class of `TO_DEVICE` come first. The arguments are those of `state_plan`. With classes in files the
-    budget is of what passes through the device, see `file_step.on_their_way`.
+    A tensor is there with all its layers, so that each layer has as much less to move. The arguments are those of
+    `state_plan`. With classes in files the budget is of what passes through the device, see `file_step.on_their_way`.
     """
     if not table.device_memory or table.in_files:
         return layouts
@@ -90,9 +88,7 @@ def with_device_memory(
     tensors = structure.flatten_up_to(planned)
     sizes = [0 if isinstance(x, Layout) else bytes_per_device(x, HOST) for x in tensors]
     left = table.device_memory
-    rows = [row for row, of_row in zip(Layouts._fields, layouts, strict=True) for _ in jax.tree.leaves(of_row)]
-    places = [TO_DEVICE.index(row) if row in TO_DEVICE else len(TO_DEVICE) for row in rows]
-    for i in sorted(range(len(flat)), key=lambda i: (-sizes[i], places[i])):
+    for i in sorted(range(len(flat)), key=lambda i: -sizes[i]):
         if 0 < sizes[i] <= left:
             left -= sizes[i]
             flat[i] = dataclasses.replace(flat[i], home=DEVICE)
