@@ -106,7 +106,7 @@ def budget(model: Model, tokens: int, *, is_new: bool) -> str:
 def print_prediction(
     c: Config, run: Assembly, compiled, devices, disk: Claimed, trace: Path | None = None
 ) -> Prediction:
-    """Predicts the compiled step's time, and prints it if the planner knows the GPU. It never ends a run.
+    """Predicts the compiled step's time, and prints it if the planner has rates of the GPU. It never ends a run.
 
     disk: what was measured of the run's files; each process has its own. trace: a file for the simulated step
     (`prediction.trace`); an older one is deleted. A few seconds at most: a step is simulated about 20 times, 0.05 s
