@@ -20,6 +20,7 @@ from surojax.diagnosis import doctor_checks, machine, steps
 from surojax.diagnosis.verdict import FAILED, OK, SKIPPED, Asked, failed, ok, skipped
 from surojax.errors import ConfigError, Refused, StepError
 from surojax.planner import footprint, seen
+from surojax.planner.changes import changed
 from surojax.planner.gpus import GPUS
 from surojax.training import safe as options
 from surojax.verification import rows as verifier
@@ -364,7 +365,10 @@ def test_offsets_of_host_slices_are_verified_on_a_gpu(monkeypatch):
     monkeypatch.setattr(verifier, "Curves", lambda *given: asked.append(given) or pytest.fail("enough"))
     with pytest.raises(pytest.fail.Exception, match="enough"):
         next(steps.offloads(ASKED))
-    assert asked[0][-1] == VERIFY_OFFSETS
+    assert asked[0][-1] == VERIFY_OFFSETS and asked[0][0].xla_options == "overlap"
+    on_gpu = [SimpleNamespace(platform="gpu")]  # where programs have the same kernels with "exact" only
+    assert verifier.to_the_bit(asked[0][0], on_gpu).xla_options == "exact"
+    assert verifier.to_the_bit(changed(asked[0][0], {"xla_options": "default"}), on_gpu).xla_options == "default"
     run, step = footprint.assembly(default_config()), SimpleNamespace(compile=lambda options: options)
     on = lambda platform: SimpleNamespace(run=run, devices=[SimpleNamespace(platform=platform)])
     assert VERIFY_OFFSETS.items() <= compiled_step(on("gpu"), step, VERIFY_OFFSETS).items()
