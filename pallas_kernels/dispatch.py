@@ -112,7 +112,7 @@ def launch(
     NVIDIA GPU.
     """
     if not interpret:
-        operands = (_for_gpu.bind(operands[0], op=op), *operands[1:])
+        operands = (for_nvidia_gpu(operands[0], op), *operands[1:])
     varying = frozenset().union(*(varying_axes(x) for x in operands))
     # JAX has no references to values that vary over mesh axes: such operands are typed as not varying, the results as
     # varying.
@@ -138,6 +138,11 @@ def launch(
 _for_gpu = Primitive("for_nvidia_gpu")
 _for_gpu.def_abstract_eval(lambda x, *, op: x)
 batching.defvectorized(_for_gpu)
+
+
+def for_nvidia_gpu(x: jax.Array, op: str) -> jax.Array:
+    """Returns x. Raises Unserved if the program runs on, or is lowered for, a device that is not an NVIDIA GPU."""
+    return _for_gpu.bind(x, op=op)
 
 
 @_for_gpu.def_impl

@@ -116,7 +116,7 @@ class GatedDelta(Mixer):
         q, k, v = (x.reshape(N, t, heads, -1) for x, heads in zip(parts, (K, K, V), strict=True))
         g, beta = gates(a, b, self.A_log[...], self.dt_bias[...])
         tokens = Tokens(q, k, *(x.reshape(N, t, K, V // K, *x.shape[3:]) for x in (v, g, beta)))
-        out, state = rule_of_pieces(ops.compute.cp_method, tokens, starts, state)
+        out, state = rule_of_pieces(ops.compute.cp_method, tokens, starts, state, **ops.kernel_options)
         out = out.reshape(v.shape).astype(z.dtype)
         y = gated_norm(out, z.reshape(v.shape), self.norm[...], c.rms_norm_eps)
         y_BSD = ops.linear(pieces.join(y.reshape(N, t, -1)), projection(self, "wo"))

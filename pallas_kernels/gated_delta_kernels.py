@@ -1,0 +1,445 @@
+"""The kernels of gated_delta.py, and the vectors that they read.
+
+Shape suffixes: see gated_delta.py. A program of the kernels over all chunks at once has a chunk of a key head with all
+its value heads; one of those that go from chunk to chunk has some columns of the values of a value head.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from pallas_kernels import triton
+
+EPS = 1e-6  # of the norm of queries and keys
+FLOOR = -30.0  # of g: e^-30 is nothing, but sums of lower numbers lose the digits of the weak decays after them
+COLUMNS = 64  # of values that a program has the state of
+
+
+class Tokens(NamedTuple):
+    """The rule's inputs: q, k `[B, T, K, k]`, v `[B, T, K, r, v]`; g (log of the decay), beta `[B, T, K, r]`."""
+
+    q: jax.Array
+    k: jax.Array
+    v: jax.Array
+    g: jax.Array
+    beta: jax.Array
+
+
+# --- vectors ----------------------------------------------------------------------------------------------------------
+
+
+class Vectors(NamedTuple):
+    """Numbers of the tokens `[B, V, T]`, of tokens of key heads `[B, K, T]`, and of chunks `[B, V, N]`.
+
+    sum: of g since the chunk's start. enter_q, enter_k, leave_k: the decays `enter` and `leave`, divided by the length
+    of the query or key that they are multiplied with. of_query, of_key: what a query and a key are multiplied by.
+    starts: `[B or 1, T]`, of documents, from each chunk's first token.
+    """
+
+    sum: jax.Array
+    beta: jax.Array
+    enter_q: jax.Array
+    enter_k: jax.Array
+    leave_k: jax.Array
+    through: jax.Array
+    of_query: jax.Array
+    of_key: jax.Array
+    starts: jax.Array
+
+
+def vectors(tokens: Tokens, starts_BT: jax.Array, C: int, wide) -> Vectors:
+    """Computes the `Vectors`."""
+    B, T, K, r, _ = tokens.v.shape
+    q, k, g, beta = (x.astype(wide) for x in (tokens.q, tokens.k, tokens.g, tokens.beta))
+    of_query, of_key = (jnp.moveaxis(jax.lax.rsqrt(jnp.sum(x * x, axis=-1) + EPS), 1, -1) for x in (q, k))
+    of_query = of_query * q.shape[-1] ** -0.5
+    chunks = (B, K, r, T // C, C)
+    g_BKrNC, beta_BKrNC = (jnp.moveaxis(x, 1, -1).reshape(chunks) for x in (g, beta))
+    G = jnp.cumsum(jnp.maximum(g_BKrNC, FLOOR), axis=-1)
+    first = C * jnp.arange(T // C, dtype=starts_BT.dtype)
+    own = starts_BT.reshape(len(starts_BT), 1, 1, -1, C) - first[None, None, None, :, None]
+    last = own[..., -1:]
+    token = jnp.arange(C, dtype=starts_BT.dtype)[None, None, None, None]
+
+    enter = jnp.where(own < 0, jnp.exp(G), 0)
+    leave = jnp.where(token >= last, jnp.exp(G[..., -1:] - G), 0)
+    through = jnp.where(last < 0, jnp.exp(G[..., -1:]), 0)
+    length_q, length_k = (x.reshape(B, K, 1, -1, C) for x in (of_query, of_key))
+    of_tokens = (x.reshape(B, K * r, T) for x in (G, beta_BKrNC, enter * length_q, enter * length_k, leave * length_k))
+    return Vectors(*of_tokens, through.reshape(B, K * r, -1), of_query, of_key, own.reshape(len(starts_BT), T))
+
+
+# --- calls ------------------------------------------------------------------------------------------------------------
+
+
+class Call(NamedTuple):
+    """Sizes of a call, the dtypes of its numbers, and the blocks of its arrays that a program has.
+
+    dtype: of operands of products, and of what is stored between kernels. wide: of state, decays and sums.
+    """
+
+    B: int
+    T: int
+    K: int
+    r: int
+    k: int
+    v: int
+    C: int
+    dtype: Any
+    wide: Any
+    interpret: bool
+
+    @classmethod
+    def of(cls, tokens: Tokens, chunk: int, wide, interpret: bool) -> Call:
+        """The sizes and dtypes of these tokens."""
+        B, T, K, r, v = tokens.v.shape
+        return cls(B, T, K, r, tokens.k.shape[-1], v, chunk, tokens.v.dtype, wide, interpret)
+
+    @property
+    def N(self) -> int:
+        """The number of chunks."""
+        return self.T // self.C
+
+    @property
+    def V(self) -> int:
+        """The number of value heads."""
+        return self.K * self.r
+
+    def dot(self, a, b) -> jax.Array:
+        """a b of operands in `dtype`, summed in `wide`."""
+        precision = None if self.dtype.itemsize == 2 else jax.lax.Precision.HIGHEST
+        a, b = a.astype(self.dtype), b.astype(self.dtype)
+        return jnp.dot(a, b, precision=precision, preferred_element_type=self.wide)
+
+    def wide_dot(self, a, b) -> jax.Array:
+        """a b of operands in `wide`: tf32 on a GPU."""
+        exact = self.interpret or self.dtype.itemsize > 2
+        precision = jax.lax.Precision.HIGHEST if exact else jax.lax.DotAlgorithmPreset.TF32_TF32_F32
+        return jnp.dot(a, b, precision=precision, preferred_element_type=self.wide)
+
+    def at_once(self, kernel, op: str, operands, results, warps: int, flops: int) -> tuple[jax.Array, ...]:
+        """Runs a kernel over all chunks. operands: (array, its block); results: (shape, its block)."""
+        return self._run(kernel, op, operands, results, (self.N, self.K, self.B), warps, flops)
+
+    def in_order(self, kernel, op: str, operands, results, flops: int) -> tuple[jax.Array, ...]:
+        """Runs a kernel whose programs go from chunk to chunk. operands, results: see `at_once`."""
+        return self._run(kernel, op, operands, results, (self.v // self.columns, self.V, self.B), 4, flops)
+
+    def _run(self, kernel, op, operands, results, grid, warps, flops):
+        arrays, inputs = zip(*operands, strict=True)
+        out, outputs = zip(*results, strict=True)
+        flops *= self.B * self.T * self.V
+        how = {"grid": grid, "warps": warps, "flops": flops, "interpret": self.interpret}
+        return triton.launch(kernel, arrays, op=f"gated_delta_{op}", inputs=inputs, out=out, outputs=outputs, **how)
+
+    # Results.
+
+    @property
+    def values(self) -> jax.ShapeDtypeStruct:
+        """Values of all tokens."""
+        return jax.ShapeDtypeStruct((self.B, self.T, self.V, self.v), self.dtype)
+
+    @property
+    def squares(self) -> jax.ShapeDtypeStruct:
+        """A number for each pair of tokens of a chunk."""
+        return jax.ShapeDtypeStruct((self.B, self.V, self.T, self.C), self.dtype)
+
+    @property
+    def states(self) -> jax.ShapeDtypeStruct:
+        """A state for each chunk."""
+        return jax.ShapeDtypeStruct((self.B, self.V, self.N, self.k, self.v), self.dtype)
+
+    @property
+    def state(self) -> jax.ShapeDtypeStruct:
+        """One state."""
+        return jax.ShapeDtypeStruct((self.B, self.V, self.k, self.v), self.wide)
+
+    # Blocks of `at_once`: chunk n of key head h, row b.
+
+    @property
+    def keys_of_chunk(self) -> pl.BlockSpec:
+        """`[C, k]` of `[B, T, K, k]`."""
+        return pl.BlockSpec((None, self.C, None, self.k), lambda n, h, b: (b, n, h, 0))
+
+    @property
+    def values_of_chunk(self) -> pl.BlockSpec:
+        """`[C, r, v]` of `[B, T, V, v]`."""
+        return pl.BlockSpec((None, self.C, self.r, self.v), lambda n, h, b: (b, n, h, 0))
+
+    @property
+    def square_of_chunk(self) -> pl.BlockSpec:
+        """`[r, C, C]` of `[B, V, T, C]`."""
+        return pl.BlockSpec((None, self.r, self.C, self.C), lambda n, h, b: (b, h, n, 0))
+
+    @property
+    def states_of_chunk(self) -> pl.BlockSpec:
+        """`[r, k, v]` of `[B, V, N, k, v]`."""
+        return pl.BlockSpec((None, self.r, None, self.k, self.v), lambda n, h, b: (b, h, n, 0, 0))
+
+    @property
+    def vector_of_chunk(self) -> pl.BlockSpec:
+        """`[r, C]` of `[B, V, T]`."""
+        return pl.BlockSpec((None, self.r, self.C), lambda n, h, b: (b, h, n))
+
+    @property
+    def key_vector_of_chunk(self) -> pl.BlockSpec:
+        """`[C]` of `[B, K, T]`."""
+        return pl.BlockSpec((None, None, self.C), lambda n, h, b: (b, h, n))
+
+    @property
+    def number_of_chunk(self) -> pl.BlockSpec:
+        """`[r]` of `[B, V, N]`."""
+        return pl.BlockSpec((None, self.r, None), lambda n, h, b: (b, h, n))
+
+    def starts_of_chunk(self, rows: int) -> pl.BlockSpec:
+        """`[C]` of `[rows, T]`, where rows is B or 1."""
+        return pl.BlockSpec((None, self.C), lambda n, h, b: (b if rows > 1 else 0, n))
+
+    # Blocks of `in_order`: columns c of value head h, row b.
+
+    @property
+    def columns(self) -> int:
+        """Columns of values that a program has."""
+        return math.gcd(self.v, COLUMNS)
+
+    @property
+    def all_keys(self) -> pl.BlockSpec:
+        """`[T, k]` of `[B, T, K, k]`."""
+        return pl.BlockSpec((None, self.T, None, self.k), lambda c, h, b: (b, 0, h // self.r, 0))
+
+    @property
+    def all_values(self) -> pl.BlockSpec:
+        """`[T, columns]` of `[B, T, V, v]`."""
+        return pl.BlockSpec((None, self.T, None, self.columns), lambda c, h, b: (b, 0, h, c))
+
+    @property
+    def all_squares(self) -> pl.BlockSpec:
+        """`[T, C]` of `[B, V, T, C]`."""
+        return pl.BlockSpec((None, None, self.T, self.C), lambda c, h, b: (b, h, 0, 0))
+
+    @property
+    def all_states(self) -> pl.BlockSpec:
+        """`[N, k, columns]` of `[B, V, N, k, v]`."""
+        return pl.BlockSpec((None, None, self.N, self.k, self.columns), lambda c, h, b: (b, h, 0, 0, c))
+
+    @property
+    def one_state(self) -> pl.BlockSpec:
+        """`[k, columns]` of `[B, V, k, v]`."""
+        return pl.BlockSpec((None, None, self.k, self.columns), lambda c, h, b: (b, h, 0, c))
+
+    @property
+    def all_numbers(self) -> pl.BlockSpec:
+        """`[T]` of `[B, V, T]`."""
+        return pl.BlockSpec((None, None, self.T), lambda c, h, b: (b, h, 0))
+
+    @property
+    def all_chunks(self) -> pl.BlockSpec:
+        """`[N]` of `[B, V, N]`."""
+        return pl.BlockSpec((None, None, self.N), lambda c, h, b: (b, h, 0))
+
+
+# --- kernels ----------------------------------------------------------------------------------------------------------
+
+
+def seen_pairs(starts, C: int):
+    """(pairs [i, j] of a chunk of which i sees j, rows, columns)."""
+    row, column = (jax.lax.broadcasted_iota(jnp.int32, (C, C), axis) for axis in (0, 1))
+    return (row >= column) & (column >= starts[:, None]), row, column
+
+
+def decay_of_pairs(G, seen) -> jax.Array:
+    """The decays from token j to i of a chunk, 0 if i does not see j: exp's overflow there has no gradient."""
+    return jnp.where(seen, jnp.exp(G[:, None] - G[None, :]), 0)
+
+
+def inverse(S, row, column, s: Call) -> jax.Array:
+    """(I + S)^-1 of a strictly lower triangular S, by blocks: [[X, 0], [-Y S X, Y]] of the halves' inverses X and Y.
+
+    All blocks of a size at once, by products of whole matrices.
+    """
+
+    def below(bits):  # of the diagonal's blocks of 2^bits
+        return jnp.where((row >> bits == (column >> bits) + 1) & ((column >> bits) & 1 == 0), S, 0)
+
+    X = jnp.where(row == column, 1, -below(0)).astype(s.wide)
+    for bits in range(1, s.C.bit_length() - 1):
+        X = X - s.wide_dot(X, s.wide_dot(below(bits), X))
+    return X
+
+
+def matrices(tokens: Tokens, x: Vectors, s: Call) -> tuple[jax.Array, ...]:
+    """Returns (A, P) of all chunks, both `[B, V, T, C]`."""
+
+    def kernel(q_ref, k_ref, G_ref, beta_ref, of_query_ref, of_key_ref, starts_ref, A_ref, P_ref):
+        k, of_key = k_ref[...], of_key_ref[...]
+        KK = s.dot(k, k.T) * of_key[:, None] * of_key[None, :]
+        QK = s.dot(q_ref[...], k.T) * of_query_ref[...][:, None] * of_key[None, :]
+        seen, row, column = seen_pairs(starts_ref[...], s.C)
+
+        def head(j, _):
+            pair = decay_of_pairs(G_ref[j], seen)
+            S = jnp.where(row > column, beta_ref[j][:, None] * KK * pair, 0)
+            A_ref[j] = inverse(S, row, column, s).astype(s.dtype)
+            P_ref[j] = (QK * pair).astype(s.dtype)
+
+        jax.lax.fori_loop(0, s.r, head, None)
+
+    operands = [
+        (tokens.q, s.keys_of_chunk), (tokens.k, s.keys_of_chunk),
+        (x.sum, s.vector_of_chunk), (x.beta, s.vector_of_chunk),
+        (x.of_query, s.key_vector_of_chunk), (x.of_key, s.key_vector_of_chunk),
+        (x.starts, s.starts_of_chunk(len(x.starts))),
+    ]  # fmt: skip
+    results = [(s.squares, s.square_of_chunk)] * 2
+    flops = 4 * s.C * s.k // s.r + 4 * s.C * s.C * (s.C.bit_length() - 2)
+    return s.at_once(kernel, "matrices", operands, results, 4, flops)
+
+
+def forward(tokens: Tokens, x: Vectors, A, P, state, s: Call) -> tuple[jax.Array, ...]:
+    """Returns (O `[B, T, V, v]`, the state after the last token `[B, V, k, v]`)."""
+
+    def kernel(
+        q_ref, k_ref, v_ref, A_ref, P_ref, beta_ref, enter_q_ref, enter_k_ref, leave_ref, through_ref, state_ref,
+        o_ref, after_ref,
+    ):  # fmt: skip
+        def step(n, h):
+            at = pl.ds(n * s.C, s.C)
+            k, before = k_ref[at], h.astype(s.dtype)
+            Y = beta_ref[at][:, None] * (v_ref[at].astype(s.wide) - enter_k_ref[at][:, None] * s.dot(k, before))
+            new = s.dot(A_ref[at], Y)
+            o = enter_q_ref[at][:, None] * s.dot(q_ref[at], before) + s.dot(P_ref[at], new)
+            o_ref[at] = o.astype(s.dtype)
+            return through_ref[n] * h + s.dot(k.T, leave_ref[at][:, None] * new)
+
+        after_ref[...] = jax.lax.fori_loop(0, s.N, step, state_ref[...])
+
+    operands = [
+        (tokens.q, s.all_keys), (tokens.k, s.all_keys), (tokens.v.reshape(s.values.shape), s.all_values),
+        (A, s.all_squares), (P, s.all_squares),
+        (x.beta, s.all_numbers), (x.enter_q, s.all_numbers), (x.enter_k, s.all_numbers), (x.leave_k, s.all_numbers),
+        (x.through, s.all_chunks), (state, s.one_state),
+    ]  # fmt: skip
+    results = [(s.values, s.all_values), (s.state, s.one_state)]
+    return s.in_order(kernel, "forward", operands, results, 6 * s.k * s.v + 4 * s.C * s.v)
+
+
+def states(tokens: Tokens, x: Vectors, A, state, s: Call) -> tuple[jax.Array, ...]:
+    """Returns (the state before each chunk `[B, V, N, k, v]`, V' `[B, T, V, v]`)."""
+
+    def kernel(k_ref, v_ref, A_ref, beta_ref, enter_ref, leave_ref, through_ref, state_ref, states_ref, new_ref):
+        def step(n, h):
+            at = pl.ds(n * s.C, s.C)
+            k, before = k_ref[at], h.astype(s.dtype)
+            states_ref[n] = before
+            Y = beta_ref[at][:, None] * (v_ref[at].astype(s.wide) - enter_ref[at][:, None] * s.dot(k, before))
+            new = s.dot(A_ref[at], Y)
+            new_ref[at] = new.astype(s.dtype)
+            return through_ref[n] * h + s.dot(k.T, leave_ref[at][:, None] * new)
+
+        jax.lax.fori_loop(0, s.N, step, state_ref[...])
+
+    operands = [
+        (tokens.k, s.all_keys), (tokens.v.reshape(s.values.shape), s.all_values), (A, s.all_squares),
+        (x.beta, s.all_numbers), (x.enter_k, s.all_numbers), (x.leave_k, s.all_numbers),
+        (x.through, s.all_chunks), (state, s.one_state),
+    ]  # fmt: skip
+    results = [(s.states, s.all_states), (s.values, s.all_values)]
+    return s.in_order(kernel, "states", operands, results, 4 * s.k * s.v + 2 * s.C * s.v)
+
+
+def reverse(tokens: Tokens, x: Vectors, A, P, d_out, d_after, s: Call) -> tuple[jax.Array, ...]:
+    """Returns (D after each chunk `[B, V, N, k, v]`, dY `[B, T, V, v]`, the gradient of the first state)."""
+
+    def kernel(
+        q_ref, k_ref, do_ref, A_ref, P_ref, beta_ref, enter_q_ref, enter_k_ref, leave_ref, through_ref, d_after_ref,
+        D_ref, dy_ref, d_state_ref,
+    ):  # fmt: skip
+        def step(i, D):
+            n = s.N - 1 - i
+            at = pl.ds(n * s.C, s.C)
+            k, do, after = k_ref[at], do_ref[at], D.astype(s.dtype)
+            D_ref[n] = after
+            d_new = leave_ref[at][:, None] * s.dot(k, after) + s.dot(P_ref[at].T, do)
+            dy = s.dot(A_ref[at].T, d_new)
+            dy_ref[at] = dy.astype(s.dtype)
+            D = through_ref[n] * D + s.dot(q_ref[at].T, enter_q_ref[at][:, None] * do.astype(s.wide))
+            return D - s.dot(k.T, (beta_ref[at] * enter_k_ref[at])[:, None] * dy)
+
+        d_state_ref[...] = jax.lax.fori_loop(0, s.N, step, d_after_ref[...])
+
+    operands = [
+        (tokens.q, s.all_keys), (tokens.k, s.all_keys), (d_out, s.all_values), (A, s.all_squares), (P, s.all_squares),
+        (x.beta, s.all_numbers), (x.enter_q, s.all_numbers), (x.enter_k, s.all_numbers), (x.leave_k, s.all_numbers),
+        (x.through, s.all_chunks), (d_after, s.one_state),
+    ]  # fmt: skip
+    results = [(s.states, s.all_states), (s.values, s.all_values), (s.state, s.one_state)]
+    return s.in_order(kernel, "reverse", operands, results, 6 * s.k * s.v + 4 * s.C * s.v)
+
+
+def gradients(tokens: Tokens, x: Vectors, states, new, D, dy, d_out, s: Call) -> tuple[jax.Array, ...]:
+    """Returns the gradients of (q, k, v `[B, T, V, v]`, sums of g `[B, V, T]`, beta `[B, V, T]`)."""
+
+    def along(x, y):  # products of the rows of two matrices
+        return jnp.sum(x.astype(s.wide) * y.astype(s.wide), axis=1)
+
+    def kernel(
+        q_ref, k_ref, v_ref, do_ref, new_ref, dy_ref, h_ref, D_ref, G_ref, beta_ref, enter_q_ref, enter_k_ref,
+        leave_ref, through_ref, of_query_ref, of_key_ref, starts_ref, dq_ref, dk_ref, dv_ref, dG_ref, d_beta_ref,
+    ):  # fmt: skip
+        q, k = q_ref[...], k_ref[...]
+        of_query, of_key = of_query_ref[...], of_key_ref[...]
+        seen, row, column = seen_pairs(starts_ref[...], s.C)
+
+        def head(j, carry):
+            dq, dk = carry
+            beta = beta_ref[j]
+            pair = decay_of_pairs(G_ref[j], seen) * of_key[None, :]
+            do, new, h = do_ref[:, j], new_ref[:, j], h_ref[j]
+            # Queries read the state and the values of the pairs.
+            d_pair = of_query[:, None] * pair * s.dot(do, new.T)
+            of_q = enter_q_ref[j][:, None] * s.dot(do, h.T) + s.dot(d_pair, k)
+            dG = along(q, of_q)
+            # Keys are rows of S and read the state: beta times `of_row`.
+            dy = dy_ref[:, j]
+            d_square = jnp.where(row > column, -of_key[:, None] * pair * s.dot(dy, new.T), 0)
+            of_row = s.dot(d_square, k) - enter_k_ref[j][:, None] * s.dot(dy, h.T)
+            of_beta = along(k, of_row)
+            d_beta_ref[j] = of_beta + along(dy, v_ref[:, j])
+            dv_ref[:, j] = (beta[:, None] * dy.astype(s.wide)).astype(s.dtype)
+            dG = dG + beta * of_beta
+            # Keys are columns of S and P and write to the state.
+            D = D_ref[j]
+            leaving = leave_ref[j][:, None] * s.dot(new, D.T)
+            of_column = s.dot((beta[:, None] * d_square).T, k) + s.dot(d_pair.T, q) + leaving
+            decayed = through_ref[j] * jnp.sum(along(h, D))
+            last = jnp.sum(along(k, leaving)) + decayed
+            is_last = jax.lax.iota(jnp.int32, s.C) == s.C - 1
+            dG_ref[j] = dG - along(k, of_column) + jnp.where(is_last, last, 0)
+            return dq + of_q, dk + beta[:, None] * of_row + of_column
+
+        zero = jnp.zeros((s.C, s.k), s.wide)
+        dq, dk = jax.lax.fori_loop(0, s.r, head, (zero, zero))
+        for ref, x, dx, square in ((dq_ref, q, dq, of_query * of_query * s.k), (dk_ref, k, dk, of_key * of_key)):
+            ref[...] = (dx - (square * along(dx, x))[:, None] * x.astype(s.wide)).astype(s.dtype)
+
+    of_values = [tokens.v.reshape(s.values.shape), d_out, new, dy]
+    operands = [
+        (tokens.q, s.keys_of_chunk), (tokens.k, s.keys_of_chunk), *((y, s.values_of_chunk) for y in of_values),
+        (states, s.states_of_chunk), (D, s.states_of_chunk),
+        *((y, s.vector_of_chunk) for y in (x.sum, x.beta, x.enter_q, x.enter_k, x.leave_k)),
+        (x.through, s.number_of_chunk), (x.of_query, s.key_vector_of_chunk), (x.of_key, s.key_vector_of_chunk),
+        (x.starts, s.starts_of_chunk(len(x.starts))),
+    ]  # fmt: skip
+    keys = jax.ShapeDtypeStruct(tokens.k.shape, s.dtype)
+    numbers = jax.ShapeDtypeStruct((s.B, s.V, s.T), s.wide)
+    results = [
+        (keys, s.keys_of_chunk), (keys, s.keys_of_chunk), (s.values, s.values_of_chunk),
+        (numbers, s.vector_of_chunk), (numbers, s.vector_of_chunk),
+    ]  # fmt: skip
+    flops = 6 * s.k * s.v + 4 * s.C * s.v + 8 * s.C * s.k
+    return s.at_once(kernel, "gradients", operands, results, 8, flops)

@@ -1,0 +1,167 @@
+"""The kernels of the gated delta rule: in the interpreter against the recurrence in float64, and compiled for GPUs.
+
+The cases and the recurrence are those of test_delta_rule.py; calls go through models/delta_rule.py, as a model's do.
+"""
+
+import functools
+import json
+import os
+import re
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from small import KERNEL, REFERENCE
+from test_delta_rule import (
+    assert_close,
+    check_cases,
+    check_one_key,
+    check_slopes,
+    check_spike,
+    drawn,
+    recurrence,
+    starts_of,
+    with_gradients,
+)
+
+from pallas_kernels import bench, dispatch, gated_delta as op, gated_delta_kernels as kernels, shapes
+from surojax.models.delta_rule import ChunkSizes, gated_delta_rule
+from surojax.planner import aot
+
+f32, bf16 = jnp.float32, jnp.bfloat16
+
+
+@pytest.fixture
+def in_float64():
+    with jax.enable_x64():
+        yield
+
+
+def by_kernels(tokens, starts, state, sizes=None):
+    """The rule with its groups by the kernels, in the interpreter."""
+    sizes = sizes or ChunkSizes(16, 2)
+    return gated_delta_rule(tokens, starts, state, sizes._replace(kernel=True, interpret=True))
+
+
+def test_equals_the_recurrence(in_float64):
+    """Outputs, state and all gradients: odd lengths, borders everywhere, strong decays, beta of 0 and 1."""
+    check_cases(by_kernels)
+
+
+def check_floor(module=kernels) -> None:
+    """In float32, a sum with a decay of e^-5000 in it would lose the digits of the weak decays after it."""
+    tokens, _ = jax.tree.map(lambda x: jnp.asarray(x, f32), drawn(1, length=8))
+    g = 0.02 * np.asarray(tokens.g)
+    g[:, 1] = -5000.0
+    x = module.vectors(op.Tokens(*tokens)._replace(g=jnp.asarray(g)), jnp.zeros((1, 8), jnp.int32), 8, f32)
+    after = np.asarray(x.sum - x.sum[..., 1:2])[..., 2:]
+    np.testing.assert_allclose(after, np.cumsum(g[0, 2:].reshape(6, -1).T, axis=-1)[None], atol=1e-5)
+
+
+def test_strong_decays_take_no_digits_from_weak_ones():
+    check_floor()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("check", [check_one_key, check_spike, check_slopes])
+def test_of_the_rule(in_float64, check):
+    """Blocks of several sizes in the inverse; float32; finite differences."""
+    check(by_kernels)
+
+
+@pytest.mark.gpu
+@pytest.mark.full
+def test_in_bfloat16(in_float64):
+    """As the recurrence of the same numbers in float64, with columns of values in two programs."""
+    normal = np.random.default_rng(0).standard_normal
+    B, T, K, r, k, v = 2, 150, 2, 2, 32, 128
+    q, key = (jnp.asarray(normal((B, T, K, k)), bf16) for _ in range(2))
+    values = jnp.asarray(normal((B, T, K, r, v)), bf16)
+    g, beta = -np.logaddexp(0, normal((B, T, K, r))), 1 / (1 + np.exp(-normal((B, T, K, r))))
+    tokens = op.Tokens(q, key, values, jnp.asarray(g, f32), jnp.asarray(beta, f32))
+    state = jnp.asarray(normal((B, K, r, k, v)), f32)
+    starts = np.stack([starts_of([], T), starts_of([3, 64, 100], T)])
+    found = with_gradients(lambda *x: op.gated_delta(*x, **KERNEL))(tokens, starts, state)
+    exact = jax.tree.map(lambda x: x.astype(jnp.float64), (tokens, state))
+    wanted = with_gradients(recurrence)(exact[0], starts, exact[1])
+    for got, want in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        # Operands of products are rounded to bfloat16, 2^-9 of each number, of which errors add up over a chunk.
+        got, want = np.asarray(got, np.float64), np.asarray(want)
+        assert np.abs(got - want).max() <= 2**-6 * np.abs(want).max()
+
+
+def test_heads_that_the_kernels_do_not_take_are_refused():
+    tokens, state = jax.tree.map(lambda x: jnp.asarray(x, f32), drawn(1))
+    words = "gated_delta: expected 16-bit heads of 16, 32, 64, 128 channels, got float32 of 4, values of 3"
+    with pytest.raises(dispatch.Unserved, match=words):
+        op.gated_delta(tokens, jnp.zeros((1, 23), jnp.int32), state, implementation="mosaic")
+    with pytest.raises(dispatch.Unserved, match="gated_delta: expected 16-bit heads"):
+        more = jax.tree.map(lambda x: jnp.concatenate([x] * 3, axis=1), tokens)  # more tokens than a chunk
+        gated_delta_rule(more, None, state, implementation="mosaic")
+    with pytest.raises(ValueError, match=r"gated_delta: starts: expected \(1, 23\), got \(1, 22\)"):
+        op.gated_delta(tokens, jnp.zeros((1, 22), jnp.int32), state)
+    with pytest.raises(ValueError, match=r"gated_delta: beta: expected \(1, 23, 2, 2\), got \(1, 23, 2, 1\)"):
+        op.gated_delta(tokens._replace(beta=tokens.beta[..., :1]), jnp.zeros((1, 23), jnp.int32), state)
+
+
+@pytest.mark.full
+def test_the_reference_is_the_recurrence(in_float64):
+    tokens, state = drawn(2, length=op.CHUNK + 5)
+    starts = np.stack([starts_of([], op.CHUNK + 5), starts_of([3, 60, 66], op.CHUNK + 5)])
+    found, wanted = (with_gradients(rule)(tokens, starts, state) for rule in (op.gated_delta, recurrence))
+    assert_close(found, wanted)
+
+
+@pytest.mark.gpu
+@pytest.mark.full
+def test_the_cases_that_doctor_compares():
+    """Four documents in a row, forward and backward, as the reference."""
+    for case in op.cases(shapes.Sizes(256, 64, 2, 1, 16, 64), 128):
+        arguments = bench.random_arguments(case, 1)
+        found, wanted = (jax.jit(functools.partial(case.run, **how))(*arguments) for how in (KERNEL, REFERENCE))
+        assert not bench.disagreement(found, wanted), case.name
+
+
+# --- mistakes ---------------------------------------------------------------------------------------------------------
+
+MISTAKES = {
+    "pairs of other documents": ("(row >= column) & (column >= starts[:, None])", "row >= column", check_cases),
+    "a state enters other documents": ("jnp.where(own < 0,", "jnp.where(own < 9**9,", check_cases),
+    "other documents leave": ("jnp.where(token >= last,", "jnp.where(token >= last - 1,", check_cases),
+    "a state goes through a border": ("jnp.where(last < 0,", "jnp.where(last < 9**9,", check_cases),
+    "a decay too many": ("jnp.exp(G[..., -1:] - G)", "jnp.exp(G[..., -1:] - G + g_BKrNC)", check_cases),
+    "no state after a chunk": ("return through_ref[n] * h", "return 0 * h", check_cases),
+    "no gradient of a state": ("D = through_ref[n] * D", "D = 0 * D", check_cases),
+    "the end of a chunk has no decay": ("jnp.where(is_last, last, 0)", "0 * last", check_cases),
+    "an inverse without one size of blocks": ("in range(1, s.C", "in range(2, s.C", check_cases),
+    "no floor": ("jnp.maximum(g_BKrNC, FLOOR)", "g_BKrNC", check_floor),
+}
+
+
+def mistaken(old: str, new: str) -> types.ModuleType:
+    """The module of the kernels from its source with another text."""
+    source = Path(kernels.__file__).read_text()
+    assert old in source
+    module = types.ModuleType(kernels.__name__)
+    exec(compile(source.replace(old, new), kernels.__file__, "exec"), module.__dict__)
+    return module
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_can_be_made(mistake):
+    mistaken(*MISTAKES[mistake][:2])
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_is_noticed(in_float64, monkeypatch, mistake):
+    *texts, check = MISTAKES[mistake]
+    module = mistaken(*texts)
+    monkeypatch.setattr(op, "kernels", module)
+    with pytest.raises(AssertionError):
+        check(module) if check is check_floor else check(by_kernels)
