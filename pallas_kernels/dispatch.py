@@ -42,6 +42,12 @@ def choose(op: str, implementation: Implementation) -> Literal["mosaic", "xla"]:
     return implementation or automatic(jax.config.jax_default_device)  # pyright: ignore[reportAttributeAccessIssue]
 
 
+def target() -> Any:
+    """The device that a program is for."""
+    device = jax.config.jax_default_device  # pyright: ignore[reportAttributeAccessIssue]
+    return jax.devices(device)[0] if device is None or isinstance(device, str) else device
+
+
 @functools.cache
 def automatic(device: Any = None) -> Literal["mosaic", "xla"]:
     """The implementation that `implementation=None` selects on a device or platform; None: on the first device."""

@@ -193,14 +193,17 @@ def cases(sizes: Sizes, tokens: int) -> list[Case]:
     q, v, g, state = half((1, T, K, k)), half((1, T, K, r, k)), single((1, T, K, r)), single((1, K, r, k, k))
     place = jnp.arange(T, dtype=jnp.int32)[None]
 
+    def in_16_bits(results):  # as the operands of the kernels' products are
+        return jax.tree.map(lambda x: x.astype(jnp.bfloat16), results)
+
     def rule(q, k, v, g, beta, state, **how):
         one = Tokens(q, k, v, -jax.nn.softplus(g), jax.nn.sigmoid(beta))
         starts = place - place % max(1, T // 4)
-        return gated_delta(one, starts, state, **how)
+        return in_16_bits(gated_delta(one, starts, state, **how))
 
     def gradients(q, k, v, g, beta, state, d_out, **how):
         (_, after), vjp = jax.vjp(functools.partial(rule, **how), q, k, v, g, beta, state)
-        return vjp((d_out, jnp.zeros_like(after)))
+        return in_16_bits(vjp((d_out, jnp.zeros_like(after))))
 
     inputs = q, q, v, g, g, state
     of_inputs = sum(x.size * x.dtype.itemsize for x in inputs)

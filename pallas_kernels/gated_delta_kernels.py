@@ -13,11 +13,12 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from pallas_kernels import triton
+from pallas_kernels import dispatch, triton
 
 EPS = 1e-6  # of the norm of queries and keys
 FLOOR = -30.0  # of g: e^-30 is nothing, but sums of lower numbers lose the digits of the weak decays after them
 COLUMNS = 64  # of values that a program has the state of
+ROOMY = ((8, 0), (9, 0), (10, 0), (10, 3))  # GPUs with shared memory for the loads of two chunks, 132 KB; others: 99
 
 
 class Tokens(NamedTuple):
@@ -124,17 +125,18 @@ class Call(NamedTuple):
 
     def at_once(self, kernel, op: str, operands, results, warps: int, flops: int) -> tuple[jax.Array, ...]:
         """Runs a kernel over all chunks. operands: (array, its block); results: (shape, its block)."""
-        return self._run(kernel, op, operands, results, (self.N, self.K, self.B), warps, flops)
+        return self._run(kernel, op, operands, results, (self.N, self.K, self.B), warps, 1, flops)
 
     def in_order(self, kernel, op: str, operands, results, flops: int) -> tuple[jax.Array, ...]:
         """Runs a kernel whose programs go from chunk to chunk. operands, results: see `at_once`."""
-        return self._run(kernel, op, operands, results, (self.v // self.columns, self.V, self.B), 4, flops)
+        stages = 2 if dispatch.capability(dispatch.target()) in ROOMY else 1
+        return self._run(kernel, op, operands, results, (self.v // self.columns, self.V, self.B), 4, stages, flops)
 
-    def _run(self, kernel, op, operands, results, grid, warps, flops):
+    def _run(self, kernel, op, operands, results, grid, warps, stages, flops):
         arrays, inputs = zip(*operands, strict=True)
         out, outputs = zip(*results, strict=True)
         flops *= self.B * self.T * self.V
-        how = {"grid": grid, "warps": warps, "flops": flops, "interpret": self.interpret}
+        how = {"grid": grid, "warps": warps, "stages": stages, "flops": flops, "interpret": self.interpret}
         return triton.launch(kernel, arrays, op=f"gated_delta_{op}", inputs=inputs, out=out, outputs=outputs, **how)
 
     # Results.

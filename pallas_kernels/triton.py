@@ -31,13 +31,15 @@ def launch(
     outputs: Sequence[pl.BlockSpec],
     grid: tuple[int, ...],
     warps: int,
+    stages: int,
     flops: int,
     interpret: bool,
 ) -> tuple[jax.Array, ...]:
     """Runs a kernel over a grid.
 
-    inputs, outputs: blocks of operands and results. out: shapes of the results. warps: of a program. flops: of all
-    programs' products, which a compiled program says of the call, as plans read.
+    inputs, outputs: blocks of operands and results. out: shapes of the results. warps: of a program. stages: of loops,
+    which load for so many iterations at a time. flops: of all programs' products; the compiled program has this number
+    beside the call, where plans read it.
 
     Inside `jax.shard_map(check_vma=True)` all results vary over the mesh axes that any operand varies over. Raises
     Unserved if it runs on, or is lowered for, a device that is not an NVIDIA GPU.
@@ -46,7 +48,7 @@ def launch(
     operands = [mark_same(x, varying) for x in operands]
     if not interpret:
         operands[0] = for_nvidia_gpu(operands[0], op)
-    params = None if interpret else backend.CompilerParams(num_warps=warps, num_stages=2)
+    params = None if interpret else backend.CompilerParams(num_warps=warps, num_stages=stages)
     run = pl.pallas_call(
         kernel, grid=grid, in_specs=list(inputs), out_specs=list(outputs), out_shape=list(out), interpret=interpret,
         compiler_params=params, name=op, metadata={"flops": str(flops)},
