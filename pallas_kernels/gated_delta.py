@@ -209,6 +209,6 @@ def cases(sizes: Sizes, tokens: int) -> list[Case]:
     of_inputs = sum(x.size * x.dtype.itemsize for x in inputs)
     out = 2 * v.size
     return [
-        Case("forward", rule, inputs, of_inputs + out + 4 * state.size),
-        Case("gradients", gradients, (*inputs, v), 2 * of_inputs + out),
+        Case("forward", rule, inputs, of_inputs + out + 2 * state.size),
+        Case("gradients", gradients, (*inputs, v), of_inputs + out + 2 * sum(x.size for x in inputs)),
     ]

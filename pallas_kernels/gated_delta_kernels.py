@@ -123,21 +123,28 @@ class Call(NamedTuple):
         precision = jax.lax.Precision.HIGHEST if exact else jax.lax.DotAlgorithmPreset.TF32_TF32_F32
         return jnp.dot(a, b, precision=precision, preferred_element_type=self.wide)
 
-    def at_once(self, kernel, op: str, operands, results, warps: int, flops: int) -> tuple[jax.Array, ...]:
+    def at_once(self, kernel, name: str, operands, results, warps: int, flops: int) -> tuple[jax.Array, ...]:
         """Runs a kernel over all chunks. operands: (array, its block); results: (shape, its block)."""
-        return self._run(kernel, op, operands, results, (self.N, self.K, self.B), warps, 1, flops)
+        return self._run(kernel, name, operands, results, (self.N, self.K, self.B), warps, 1, flops)
 
-    def in_order(self, kernel, op: str, operands, results, flops: int) -> tuple[jax.Array, ...]:
+    def in_order(self, kernel, name: str, operands, results, flops: int) -> tuple[jax.Array, ...]:
         """Runs a kernel whose programs go from chunk to chunk. operands, results: see `at_once`."""
         stages = 2 if dispatch.capability(dispatch.target()) in ROOMY else 1
-        return self._run(kernel, op, operands, results, (self.v // self.columns, self.V, self.B), 4, stages, flops)
+        return self._run(kernel, name, operands, results, (self.v // self.columns, self.V, self.B), 4, stages, flops)
 
-    def _run(self, kernel, op, operands, results, grid, warps, stages, flops):
+    def _run(self, kernel, name, operands, results, grid, warps, stages, flops):
         arrays, inputs = zip(*operands, strict=True)
         out, outputs = zip(*results, strict=True)
         flops *= self.B * self.T * self.V
-        how = {"grid": grid, "warps": warps, "stages": stages, "flops": flops, "interpret": self.interpret}
-        return triton.launch(kernel, arrays, op=f"gated_delta_{op}", inputs=inputs, out=out, outputs=outputs, **how)
+        how: dict[str, Any] = {
+            "grid": grid,
+            "warps": warps,
+            "stages": stages,
+            "flops": flops,
+            "interpret": self.interpret,
+        }
+        how |= {"op": "gated_delta", "name": name, "inputs": inputs, "out": out, "outputs": outputs}
+        return triton.launch(kernel, arrays, **how)
 
     # Results.
 

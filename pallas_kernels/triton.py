@@ -26,6 +26,7 @@ def launch(
     operands: Sequence[jax.Array],
     *,
     op: str,
+    name: str,
     inputs: Sequence[pl.BlockSpec],
     out: Sequence[jax.ShapeDtypeStruct],
     outputs: Sequence[pl.BlockSpec],
@@ -35,7 +36,7 @@ def launch(
     flops: int,
     interpret: bool,
 ) -> tuple[jax.Array, ...]:
-    """Runs a kernel over a grid.
+    """Runs the kernel `name` of an op over a grid.
 
     inputs, outputs: blocks of operands and results. out: shapes of the results. warps: of a program. stages: of loops,
     which load for so many iterations at a time. flops: of all programs' products; the compiled program has this number
@@ -48,10 +49,12 @@ def launch(
     operands = [mark_same(x, varying) for x in operands]
     if not interpret:
         operands[0] = for_nvidia_gpu(operands[0], op)
+    same = jax.sharding.ManualAxisType(varying=frozenset())
+    out = [jax.ShapeDtypeStruct(s.shape, s.dtype, manual_axis_type=same) for s in out]
     params = None if interpret else backend.CompilerParams(num_warps=warps, num_stages=stages)
     run = pl.pallas_call(
-        kernel, grid=grid, in_specs=list(inputs), out_specs=list(outputs), out_shape=list(out), interpret=interpret,
-        compiler_params=params, name=op, metadata={"flops": str(flops)},
+        kernel, grid=grid, in_specs=list(inputs), out_specs=list(outputs), out_shape=out, interpret=interpret,
+        compiler_params=params, name=f"{op}_{name}", metadata={"flops": str(flops)},
     )  # fmt: skip
     with jax.named_scope(op):
         results = run(*operands)
