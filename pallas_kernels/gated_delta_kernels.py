@@ -17,7 +17,8 @@ from pallas_kernels import dispatch, triton
 
 EPS = 1e-6  # of the norm of queries and keys
 FLOOR = -30.0  # of g: e^-30 is nothing, but sums of lower numbers lose the digits of the weak decays after them
-COLUMNS = 64  # of values that a program has the state of
+COLUMNS = 64  # of values that a program has the state of; half of them if that makes fewer programs than FEW
+FEW = 128
 ROOMY = ((8, 0), (9, 0), (10, 0), (10, 3))  # GPUs with shared memory for the loads of two chunks, 132 KB; others: 99
 
 
@@ -214,7 +215,8 @@ class Call(NamedTuple):
     @property
     def columns(self) -> int:
         """Columns of values that a program has."""
-        return math.gcd(self.v, COLUMNS)
+        programs = self.B * self.V * self.v // COLUMNS
+        return math.gcd(self.v, COLUMNS if programs >= FEW else COLUMNS // 2)
 
     @property
     def all_keys(self) -> pl.BlockSpec:
