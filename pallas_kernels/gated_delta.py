@@ -19,8 +19,9 @@ A chunk of C tokens, whose state before it is h, with D the gradient of the stat
     reverse      D after each chunk, and dY, chunk after chunk from the last
     gradients    the gradients of all inputs, of all chunks at once
 
-The backward pass keeps the inputs. Its working memory grows with the tokens: the caller computes long rows in parts,
-and hands on the state. Vectors of the tokens (decays, lengths of queries and keys) are made by XLA.
+The backward pass keeps the inputs, A and P, and its working memory grows with the tokens. So the caller computes long
+rows in parts that hand on the state, and computes them again for their backward pass, for which XLA drops `forward`.
+Vectors of the tokens (decays, lengths of queries and keys) are made by XLA.
 
 Dtypes: state, decays, inverse and sums in float32; products of 16-bit operands, tf32 within the inverse. A, P, V', dY
 and the states of the backward pass are stored in the dtype of v. In the interpreter all may be float32 or float64.
@@ -151,23 +152,21 @@ def _check(op: str, tokens: Tokens, starts, state) -> None:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _gated_delta(chunk: int, interpret: bool, tokens: Tokens, starts, state):
+    return _fwd(chunk, interpret, tokens, starts, state)[0]
+
+
+def _fwd(chunk: int, interpret: bool, tokens: Tokens, starts, state):
     x = kernels.vectors(tokens, starts, chunk, state.dtype)
     s = Call.of(tokens, chunk, state.dtype, interpret)
     A, P = kernels.matrices(tokens, x, s)
     out, after = kernels.forward(tokens, x, A, P, state.reshape(s.state.shape), s)
-    return out.reshape(tokens.v.shape), after.reshape(state.shape)
-
-
-def _fwd(chunk: int, interpret: bool, tokens: Tokens, starts, state):
-    return _gated_delta(chunk, interpret, tokens, starts, state), (tokens, starts, state)
+    return (out.reshape(tokens.v.shape), after.reshape(state.shape)), (tokens, x, A, P, state)
 
 
 def _bwd(chunk: int, interpret: bool, saved, cotangents):
-    tokens, starts, state = saved
-    x = kernels.vectors(tokens, starts, chunk, state.dtype)
+    tokens, x, A, P, state = saved
     s = Call.of(tokens, chunk, state.dtype, interpret)
     d_out, d_after = cotangents[0].reshape(s.values.shape), cotangents[1].reshape(s.state.shape)
-    A, P = kernels.matrices(tokens, x, s)
     states, new = kernels.states(tokens, x, A, state.reshape(s.state.shape), s)
     D, dy, d_state = kernels.reverse(tokens, x, A, P, d_out, d_after, s)
     dq, dk, dv, dG, d_beta = kernels.gradients(tokens, x, states, new, D, dy, d_out, s)

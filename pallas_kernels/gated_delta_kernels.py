@@ -402,40 +402,48 @@ def gradients(tokens: Tokens, x: Vectors, states, new, D, dy, d_out, s: Call) ->
         q_ref, k_ref, v_ref, do_ref, new_ref, dy_ref, h_ref, D_ref, G_ref, beta_ref, enter_q_ref, enter_k_ref,
         leave_ref, through_ref, of_query_ref, of_key_ref, starts_ref, dq_ref, dk_ref, dv_ref, dG_ref, d_beta_ref,
     ):  # fmt: skip
-        q, k = q_ref[...], k_ref[...]
         of_query, of_key = of_query_ref[...], of_key_ref[...]
         seen, row, column = seen_pairs(starts_ref[...], s.C)
+        width = math.gcd(s.v, COLUMNS)
+        parts = [pl.ds(start, width) for start in range(0, s.v, width)]  # fewer numbers in registers at a time
 
         def head(j, carry):
             dq, dk = carry
             beta = beta_ref[j]
             pair = decay_of_pairs(G_ref[j], seen) * of_key[None, :]
-            do, new, h = do_ref[:, j], new_ref[:, j], h_ref[j]
+
+            def with_values(x_ref, y_ref):  # [C, C]
+                return sum(s.dot(x_ref[:, j, at], y_ref[:, j, at].T) for at in parts)
+
+            def with_state(x_ref, h_ref):  # [C, k]
+                return sum(s.dot(x_ref[:, j, at], h_ref[j, :, at].T) for at in parts)
+
             # Queries read the state and the values of the pairs.
-            d_pair = of_query[:, None] * pair * s.dot(do, new.T)
-            of_q = enter_q_ref[j][:, None] * s.dot(do, h.T) + s.dot(d_pair, k)
-            dG = along(q, of_q)
+            d_pair = of_query[:, None] * pair * with_values(do_ref, new_ref)
+            of_q = enter_q_ref[j][:, None] * with_state(do_ref, h_ref) + s.dot(d_pair, k_ref[...])
+            dG = along(q_ref[...], of_q)
             # Keys are rows of S and read the state: beta times `of_row`.
-            dy = dy_ref[:, j]
-            d_square = jnp.where(row > column, -of_key[:, None] * pair * s.dot(dy, new.T), 0)
-            of_row = s.dot(d_square, k) - enter_k_ref[j][:, None] * s.dot(dy, h.T)
-            of_beta = along(k, of_row)
-            d_beta_ref[j] = of_beta + along(dy, v_ref[:, j])
-            dv_ref[:, j] = (beta[:, None] * dy.astype(s.wide)).astype(s.dtype)
+            d_square = jnp.where(row > column, -of_key[:, None] * pair * with_values(dy_ref, new_ref), 0)
+            of_row = s.dot(d_square, k_ref[...]) - enter_k_ref[j][:, None] * with_state(dy_ref, h_ref)
+            of_beta = along(k_ref[...], of_row)
+            d_beta_ref[j] = of_beta + sum(along(dy_ref[:, j, at], v_ref[:, j, at]) for at in parts)
+            for at in parts:
+                dv_ref[:, j, at] = (beta[:, None] * dy_ref[:, j, at].astype(s.wide)).astype(s.dtype)
             dG = dG + beta * of_beta
             # Keys are columns of S and P and write to the state.
-            D = D_ref[j]
-            leaving = leave_ref[j][:, None] * s.dot(new, D.T)
-            of_column = s.dot((beta[:, None] * d_square).T, k) + s.dot(d_pair.T, q) + leaving
-            decayed = through_ref[j] * jnp.sum(along(h, D))
-            last = jnp.sum(along(k, leaving)) + decayed
+            leaving = leave_ref[j][:, None] * with_state(new_ref, D_ref)
+            of_column = s.dot((beta[:, None] * d_square).T, k_ref[...]) + s.dot(d_pair.T, q_ref[...]) + leaving
+            decayed = through_ref[j] * sum(jnp.sum(along(h_ref[j, :, at], D_ref[j, :, at])) for at in parts)
+            last = jnp.sum(along(k_ref[...], leaving)) + decayed
             is_last = jax.lax.iota(jnp.int32, s.C) == s.C - 1
-            dG_ref[j] = dG - along(k, of_column) + jnp.where(is_last, last, 0)
+            dG_ref[j] = dG - along(k_ref[...], of_column) + jnp.where(is_last, last, 0)
             return dq + of_q, dk + beta[:, None] * of_row + of_column
 
         zero = jnp.zeros((s.C, s.k), s.wide)
         dq, dk = jax.lax.fori_loop(0, s.r, head, (zero, zero))
-        for ref, x, dx, square in ((dq_ref, q, dq, of_query * of_query * s.k), (dk_ref, k, dk, of_key * of_key)):
+        of_unit = of_query * of_query * s.k
+        for ref, x_ref, dx, square in ((dq_ref, q_ref, dq, of_unit), (dk_ref, k_ref, dk, of_key * of_key)):
+            x = x_ref[...]
             ref[...] = (dx - (square * along(dx, x))[:, None] * x.astype(s.wide)).astype(s.dtype)
 
     of_values = [tokens.v.reshape(s.values.shape), d_out, new, dy]

@@ -48,8 +48,21 @@ def by_kernels(tokens, starts, state, sizes=None):
     return gated_delta_rule(tokens, starts, state, sizes._replace(kernel=True, interpret=True))
 
 
+def alone(tokens, starts, state, sizes):
+    """The kernels of all tokens at once, in the interpreter."""
+    how = {"implementation": "mosaic", "interpret": True, "chunk": sizes.chunk}
+    return op.gated_delta(tokens, starts, state, **how)
+
+
 def test_equals_the_recurrence(in_float64):
     """Outputs, state and all gradients: odd lengths, borders everywhere, strong decays, beta of 0 and 1."""
+    check_cases(alone)
+
+
+def test_groups_hand_on_the_state(in_float64, monkeypatch):
+    """Each group as the kernels get it, by the reference in their place."""
+    by_reference = lambda tokens, starts, state, **how: op.reference(tokens, starts, state)
+    monkeypatch.setattr(op, "gated_delta", by_reference)
     check_cases(by_kernels)
 
 
@@ -68,7 +81,7 @@ def test_strong_decays_take_no_digits_from_weak_ones():
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("check", [check_one_key, check_spike, check_slopes])
+@pytest.mark.parametrize("check", [check_cases, check_one_key, check_spike, check_slopes])
 def test_of_the_rule(in_float64, check):
     """Blocks of several sizes in the inverse; float32; finite differences."""
     check(by_kernels)
@@ -164,4 +177,4 @@ def test_a_mistake_is_noticed(in_float64, monkeypatch, mistake):
     module = mistaken(*texts)
     monkeypatch.setattr(op, "kernels", module)
     with pytest.raises(AssertionError):
-        check(module) if check is check_floor else check(by_kernels)
+        check(module) if check is check_floor else check(alone)
