@@ -3,6 +3,7 @@
 The cases and the recurrence are those of test_delta_rule.py; calls go through models/delta_rule.py, as a model's do.
 """
 
+import dataclasses
 import functools
 import json
 import os
@@ -16,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from small import KERNEL, REFERENCE
+from small import CONFIG, KERNEL, REFERENCE
 from test_delta_rule import (
     assert_close,
     check_cases,
@@ -31,7 +32,8 @@ from test_delta_rule import (
 
 from pallas_kernels import bench, dispatch, gated_delta as op, gated_delta_kernels as kernels, shapes
 from surojax.models.delta_rule import ChunkSizes, gated_delta_rule
-from surojax.planner import aot
+from surojax.models.kinds.gated_delta import GatedDelta
+from surojax.planner import aot, costs, hlo
 
 f32, bf16 = jnp.float32, jnp.bfloat16
 
@@ -140,6 +142,65 @@ def test_the_cases_that_doctor_compares():
         assert not bench.disagreement(found, wanted), case.name
 
 
+# --- compiled for GPUs ------------------------------------------------------------------------------------------------
+
+T = 8192
+BY_XLA = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast"}  # instructions that launch nothing
+KERNELS = ["matrices", "forward", "states", "reverse", "gradients"]
+OPTIMISED = {"xla_backend_optimization_level": 3, "xla_gpu_disable_gpuasm_optimizations": False}
+
+
+def compile_rule(kind: str) -> dict:
+    """The rule of 16 key heads and 32 value heads of 128 forward and backward for a GPU: bytes, FLOPs and launches."""
+    mesh = jax.sharding.Mesh(np.array(aot.devices(kind, 1)), ("one",), axis_types=(jax.sharding.AxisType.Auto,))
+    where = jax.NamedSharding(mesh.abstract_mesh, jax.P())
+    array = lambda *shape, dtype=bf16: jax.ShapeDtypeStruct(shape, dtype, sharding=where)
+    keys, values, numbers = (1, T, 16, 128), (1, T, 16, 2, 128), (1, T, 16, 2)
+    tokens = op.Tokens(array(*keys), array(*keys), array(*values), *[array(*numbers, dtype=f32)] * 2)
+    state = array(1, 16, 2, 128, 128, dtype=f32)
+
+    def passes(tokens, starts, state, d_out):
+        rule = lambda tokens, state: op.gated_delta(tokens, starts, state, implementation="mosaic")
+        results, pullback = jax.vjp(rule, tokens, state)
+        return results, pullback((d_out, results[1]))
+
+    arguments = tokens, array(1, T, dtype=jnp.int32), state, array(*values)
+    compiled = aot.compile_for(jax.jit(passes), arguments, mesh, OPTIMISED)
+    launched = [(i, of) for i, _, of in hlo.executed(hlo.parse_module(compiled.text)) if i.opcode not in BY_XLA]
+    moved = sum(
+        a.bytes for i, of in launched for x in (i.shape, *(of[n].shape for n in i.operands)) for a in hlo.arrays(x)
+    )
+    flops = sum(costs.said_flops(i) for i, _ in launched)
+    return {"bytes": moved, "flops": flops, "launches": len(launched), "temporary": compiled.temp_bytes}
+
+
+def compiled_elsewhere(kind: str) -> tuple[dict, dict[str, tuple[int, int]]]:
+    """(what `compile_rule` returns in a process of its own, {kernel: (bytes of spills, registers)} of ptxas)."""
+    env = os.environ | {"JAX_PLATFORMS": "cpu", "TF_CPP_MIN_LOG_LEVEL": "0"}
+    env |= {"TF_CPP_VMODULE": "subprocess_compilation=3"}  # XLA passes on what ptxas says
+    env["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parents[1]), env.get("PYTHONPATH", "")])
+    ran = subprocess.run([sys.executable, __file__, kind], env=env, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr[-3000:]
+    said = r"entry function 'gated_delta_([a-z]+)\w*'.*?(\d+) bytes spill stores.*?Used (\d+) registers"
+    found = re.findall(said, ran.stderr, re.DOTALL)
+    return json.loads(ran.stdout.splitlines()[-1]), {name: (int(a), int(b)) for name, a, b in found}
+
+
+@pytest.mark.skipif(not aot.available(), reason=f"no compiler for GPUs here: {aot.EXTRA}")
+@pytest.mark.full
+@pytest.mark.parametrize("kind", ["a100", "rtx4090", "h200", "b200", "rtx5090"])
+def test_compiled_for_a_gpu(kind):
+    """One source for all of them; that they compile says that shared memory suffices."""
+    found, kernels = compiled_elsewhere(kind)
+    assert set(kernels) == set(KERNELS) and all(registers <= 255 for _, registers in kernels.values())
+    # Bytes of each thread; the gradients' sums of a chunk [64, 128] have half of all registers.
+    assert all(spilled <= (1536 if name == "gradients" else 256) for name, (spilled, _) in kernels.items()), kernels
+    assert found["bytes"] <= 245e3 * T and found["launches"] <= 20
+    assert found["flops"] == pytest.approx(20e6 * T, rel=0.2)
+    c = dataclasses.replace(CONFIG, linear_num_value_heads=32, linear_key_head_dim=128, linear_value_head_dim=128)
+    assert found["temporary"] <= GatedDelta(c)._kernel_bytes(T, 32)
+
+
 # --- mistakes ---------------------------------------------------------------------------------------------------------
 
 MISTAKES = {
@@ -178,3 +239,7 @@ def test_a_mistake_is_noticed(in_float64, monkeypatch, mistake):
     monkeypatch.setattr(op, "kernels", module)
     with pytest.raises(AssertionError):
         check(module) if check is check_floor else check(alone)
+
+
+if __name__ == "__main__":
+    print(json.dumps(compile_rule(sys.argv[1])))
