@@ -43,7 +43,8 @@ import jax.numpy as jnp
 
 from pallas_kernels import dispatch, gated_delta_kernels as kernels, triton
 from pallas_kernels.dispatch import Implementation, expect
-from pallas_kernels.gated_delta_kernels import EPS, FLOOR, Call, Tokens
+from pallas_kernels.gated_delta_blocks import Call, Tokens
+from pallas_kernels.gated_delta_kernels import EPS, FLOOR
 from pallas_kernels.shapes import Case, Sizes
 
 if TYPE_CHECKING:
