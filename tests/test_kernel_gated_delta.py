@@ -34,7 +34,7 @@ from test_delta_rule import (
 )
 
 from pallas_kernels import bench, dispatch, gated_delta as op, gated_delta_kernels as kernels, shapes
-from surojax.models.delta_rule import ChunkSizes, gated_delta_rule
+from surojax.models.delta_rule import ChunkSizes, chosen_sizes, gated_delta_rule
 from surojax.models.kinds.gated_delta import GatedDelta
 from surojax.planner import aot, costs, hlo
 
@@ -126,6 +126,17 @@ def test_heads_that_the_kernels_do_not_take_are_refused():
         op.gated_delta(tokens, jnp.zeros((1, 22), jnp.int32), state)
     with pytest.raises(ValueError, match=r"gated_delta: beta: expected \(1, 23, 2, 2\), got \(1, 23, 2, 1\)"):
         op.gated_delta(tokens._replace(beta=tokens.beta[..., :1]), jnp.zeros((1, 23), jnp.int32), state)
+
+
+def test_groups_of_a_row_are_equal(monkeypatch):
+    """The tokens that are added to the last one are fewer than a chunk for each group; XLA computes short rows."""
+    monkeypatch.setattr(dispatch, "automatic", lambda device=None: "mosaic")
+    for length, chunks in ((63, None), (64, 1), (65, 2), (8192, 128), (8193, 65), (9000, 71)):
+        keys, values, numbers = (1, length, 1, 16), (1, length, 1, 1, 16), (1, length, 1, 1)
+        tokens = op.Tokens(*(jax.ShapeDtypeStruct(shape, bf16) for shape in (keys, keys, values, numbers, numbers)))
+        sizes = chosen_sizes(tokens, None)
+        assert sizes == (ChunkSizes(op.CHUNK, chunks, kernel=True) if chunks else ChunkSizes(64, 16, tf32=True))
+        assert not chosen_sizes(tokens, "xla").kernel
 
 
 @pytest.mark.full

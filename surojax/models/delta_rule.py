@@ -35,7 +35,9 @@ from pallas_kernels.manual_axes import mark_varying, varying_axes
 CHUNK, CHUNKS = 128, 16
 LONG_AGO = -(2**30)  # start of a document that began before these tokens
 SMALL = 16  # tokens of a block whose inverse is made of whole matrices: fewer and larger kernels than of parts
-KERNEL_CHUNKS = 128  # of a group by the kernels: the more, the fewer states are saved, and the more memory it takes
+KERNEL_CHUNKS = (
+    128  # at most of a group by the kernels: the more, the fewer states are saved, and the more memory it takes
+)
 
 
 class ChunkSizes(NamedTuple):
@@ -85,7 +87,8 @@ def chosen_sizes(tokens: Tokens, implementation: Implementation) -> ChunkSizes:
     """The sizes for these tokens. Raises Unserved if the kernels were asked for and do not take the heads."""
     T, key, value = tokens.v.shape[1], tokens.k.shape[-1], tokens.v.shape[-1]
     if T >= gated_delta.CHUNK and gated_delta.serves(tokens.v.dtype, key, value, implementation):
-        return ChunkSizes(gated_delta.CHUNK, KERNEL_CHUNKS, kernel=True)
+        groups = -(-T // (gated_delta.CHUNK * KERNEL_CHUNKS))  # of equal size, so that little is added to the last one
+        return ChunkSizes(gated_delta.CHUNK, -(-T // (gated_delta.CHUNK * groups)), kernel=True)
     tf32 = tokens.v.dtype.itemsize == 2 and dispatch.choose("delta_rule", None) == "mosaic"
     return ChunkSizes(min(CHUNK, 1 << (T - 1).bit_length()), CHUNKS, tf32)
 
