@@ -36,9 +36,14 @@ from test_delta_rule import (
 from pallas_kernels import bench, dispatch, gated_delta as op, gated_delta_kernels as kernels, shapes
 from surojax.models.delta_rule import ChunkSizes, chosen_sizes, gated_delta_rule
 from surojax.models.kinds.gated_delta import GatedDelta
+from surojax.models.kinds.sublayer import OnGpu
+from surojax.models.model import Compute
+from surojax.numerics.recipes import Precision
 from surojax.planner import aot, costs, hlo
 
 f32, bf16 = jnp.float32, jnp.bfloat16
+T = 8192
+HEADS = dataclasses.replace(CONFIG, linear_num_value_heads=32, linear_key_head_dim=128, linear_value_head_dim=128)
 
 
 @pytest.fixture
@@ -139,6 +144,18 @@ def test_groups_of_a_row_are_equal(monkeypatch):
         assert not chosen_sizes(tokens, "xla").kernel
 
 
+def test_estimates_have_the_memory_of_what_computes():
+    mixer = GatedDelta(HEADS)
+
+    def working(kernels: str, gpu=True, dtype=bf16) -> int:
+        x = OnGpu(rows=2, tokens=2 * T, dtype=jnp.dtype(dtype), tensor=1, per_sequence=1, chunks=1)
+        compute = Compute(precision=Precision(kernels=kernels))
+        return mixer.space(compute, x, gpu=gpu, packed=True, window=False).working
+
+    assert working("auto") == working("mosaic") == 2 * mixer._kernel_bytes(T, 32)
+    assert working("xla") == working("auto", gpu=False) == working("auto", dtype=f32) == 2 * mixer._group_bytes(T, 32)
+
+
 @pytest.mark.full
 def test_the_reference_is_the_recurrence(in_float64):
     tokens, state = drawn(2, length=op.CHUNK + 5)
@@ -159,7 +176,6 @@ def test_the_cases_that_doctor_compares():
 
 # --- compiled for GPUs ------------------------------------------------------------------------------------------------
 
-T = 8192
 BY_XLA = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast"}  # instructions that launch nothing
 KERNELS = ["matrices", "forward", "states", "reverse", "gradients"]
 OPTIMISED = {"xla_backend_optimization_level": 3, "xla_gpu_disable_gpuasm_optimizations": False}
@@ -212,8 +228,7 @@ def test_compiled_for_a_gpu(kind):
     assert all(spilled <= (1536 if name == "gradients" else 256) for name, (spilled, _) in kernels.items()), kernels
     assert found["bytes"] <= 245e3 * T and found["launches"] <= 20
     assert found["flops"] == pytest.approx(20e6 * T, rel=0.2)
-    c = dataclasses.replace(CONFIG, linear_num_value_heads=32, linear_key_head_dim=128, linear_value_head_dim=128)
-    assert found["temporary"] <= GatedDelta(c)._kernel_bytes(T, 32)
+    assert found["temporary"] <= GatedDelta(HEADS)._kernel_bytes(T, 32)
 
 
 # --- mistakes ---------------------------------------------------------------------------------------------------------
