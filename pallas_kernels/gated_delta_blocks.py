@@ -1,7 +1,7 @@
-"""Sizes of a call of the kernels of gated_delta.py, and the blocks of arrays that their programs have.
+"""Sizes of a call of the kernels of gated_delta_chunks.py, and the blocks of arrays that their programs have.
 
-Shape suffixes: see gated_delta.py. A program of the kernels over all chunks at once has a chunk of a key head with all
-its value heads; one of those that go from chunk to chunk has some columns of the values of a value head.
+Shape suffixes: see gated_delta_chunks.py. A program of the kernels over all chunks at once has a chunk of a key head
+with all its value heads; one of those that go from chunk to chunk has some columns of the values of a value head.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Tokens(NamedTuple):
     beta: jax.Array
 
 
-class Call(NamedTuple):
+class DeltaCall(NamedTuple):
     """Sizes of a call, the dtypes of its numbers, and the blocks of its arrays that a program has.
 
     dtype: of operands of products, and of what is stored between kernels. wide: of state, decays and sums.
@@ -48,7 +48,7 @@ class Call(NamedTuple):
     interpret: bool
 
     @classmethod
-    def of(cls, tokens: Tokens, chunk: int, wide, interpret: bool) -> Call:
+    def of(cls, tokens: Tokens, chunk: int, wide, interpret: bool) -> DeltaCall:
         """The sizes and dtypes of these tokens."""
         B, T, K, r, v = tokens.v.shape
         return cls(B, T, K, r, tokens.k.shape[-1], v, chunk, tokens.v.dtype, wide, interpret)

@@ -1,6 +1,6 @@
-"""The kernels of gated_delta.py, and the vectors that they read.
+"""The kernels of gated_delta_chunks.py, and the vectors that they read.
 
-Shape suffixes: see gated_delta.py.
+Shape suffixes: see gated_delta_chunks.py.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from pallas_kernels.gated_delta_blocks import COLUMNS, Call, Tokens
+from pallas_kernels.gated_delta_blocks import COLUMNS, DeltaCall, Tokens
 
 EPS = 1e-6  # of the norm of queries and keys
 FLOOR = -30.0  # of g: e^-30 is nothing, but sums of lower numbers lose the digits of the weak decays after them
@@ -76,7 +76,7 @@ def decay_of_pairs(G, seen) -> jax.Array:
     return jnp.where(seen, jnp.exp(G[:, None] - G[None, :]), 0)
 
 
-def inverse(S, row, column, s: Call) -> jax.Array:
+def inverse_of_chunk(S, row, column, s: DeltaCall) -> jax.Array:
     """(I + S)^-1 of a strictly lower triangular S, by blocks: [[X, 0], [-Y S X, Y]] of the halves' inverses X and Y.
 
     All blocks of a size at once, by products of whole matrices.
@@ -91,7 +91,7 @@ def inverse(S, row, column, s: Call) -> jax.Array:
     return X
 
 
-def matrices(tokens: Tokens, x: Vectors, s: Call) -> tuple[jax.Array, ...]:
+def chunk_matrices(tokens: Tokens, x: Vectors, s: DeltaCall) -> tuple[jax.Array, ...]:
     """Returns (A, P) of all chunks, both `[B, V, T, C]`."""
 
     def kernel(q_ref, k_ref, G_ref, beta_ref, of_query_ref, of_key_ref, starts_ref, A_ref, P_ref):
@@ -103,7 +103,7 @@ def matrices(tokens: Tokens, x: Vectors, s: Call) -> tuple[jax.Array, ...]:
         def head(j, _):
             pair = decay_of_pairs(G_ref[j], seen)
             S = jnp.where(row > column, beta_ref[j][:, None] * KK * pair, 0)
-            A_ref[j] = inverse(S, row, column, s).astype(s.dtype)
+            A_ref[j] = inverse_of_chunk(S, row, column, s).astype(s.dtype)
             P_ref[j] = (QK * pair).astype(s.dtype)
 
         jax.lax.fori_loop(0, s.r, head, None)
@@ -119,7 +119,7 @@ def matrices(tokens: Tokens, x: Vectors, s: Call) -> tuple[jax.Array, ...]:
     return s.at_once(kernel, "matrices", operands, results, 4, flops)
 
 
-def forward(tokens: Tokens, x: Vectors, A, P, state, s: Call) -> tuple[jax.Array, ...]:
+def forward(tokens: Tokens, x: Vectors, A, P, state, s: DeltaCall) -> tuple[jax.Array, ...]:
     """Returns (O `[B, T, V, v]`, the state after the last token `[B, V, k, v]`)."""
 
     def kernel(
@@ -147,7 +147,7 @@ def forward(tokens: Tokens, x: Vectors, A, P, state, s: Call) -> tuple[jax.Array
     return s.in_order(kernel, "forward", operands, results, 6 * s.k * s.v + 4 * s.C * s.v)
 
 
-def states(tokens: Tokens, x: Vectors, A, state, s: Call) -> tuple[jax.Array, ...]:
+def states(tokens: Tokens, x: Vectors, A, state, s: DeltaCall) -> tuple[jax.Array, ...]:
     """Returns (the state before each chunk `[B, V, N, k, v]`, V' `[B, T, V, v]`)."""
 
     def kernel(k_ref, v_ref, A_ref, beta_ref, enter_ref, leave_ref, through_ref, state_ref, states_ref, new_ref):
@@ -171,7 +171,7 @@ def states(tokens: Tokens, x: Vectors, A, state, s: Call) -> tuple[jax.Array, ..
     return s.in_order(kernel, "states", operands, results, 4 * s.k * s.v + 2 * s.C * s.v)
 
 
-def reverse(tokens: Tokens, x: Vectors, A, P, d_out, d_after, s: Call) -> tuple[jax.Array, ...]:
+def reverse(tokens: Tokens, x: Vectors, A, P, d_out, d_after, s: DeltaCall) -> tuple[jax.Array, ...]:
     """Returns (D after each chunk `[B, V, N, k, v]`, dY `[B, T, V, v]`, the gradient of the first state)."""
 
     def kernel(
@@ -200,7 +200,7 @@ def reverse(tokens: Tokens, x: Vectors, A, P, d_out, d_after, s: Call) -> tuple[
     return s.in_order(kernel, "reverse", operands, results, 6 * s.k * s.v + 4 * s.C * s.v)
 
 
-def gradients(tokens: Tokens, x: Vectors, states, new, D, dy, d_out, s: Call) -> tuple[jax.Array, ...]:
+def gradients(tokens: Tokens, x: Vectors, states, new, D, dy, d_out, s: DeltaCall) -> tuple[jax.Array, ...]:
     """Returns the gradients of (q, k, v `[B, T, V, v]`, sums of g `[B, V, T]`, beta `[B, V, T]`)."""
 
     def along(x, y):  # products of the rows of two matrices

@@ -33,7 +33,7 @@ from test_delta_rule import (
     with_gradients,
 )
 
-from pallas_kernels import bench, dispatch, gated_delta as op, gated_delta_kernels as kernels, shapes
+from pallas_kernels import bench, dispatch, gated_delta_chunks as op, gated_delta_kernels as kernels, shapes
 from surojax.models.delta_rule import ChunkSizes, chosen_sizes, gated_delta_rule
 from surojax.models.kinds.gated_delta import GatedDelta
 from surojax.models.kinds.sublayer import OnGpu

@@ -37,7 +37,7 @@ LARGE = 2**20
 ACCESS = r"\b{}(?:\.global(?:\.\w+)*?)?(?:\.(v\d))?\.[bfus](\d+)"  # of PTX; an address may be of any memory
 # Cases whose kernel has been compiled before, so that there is no PTX of it: nvfp4 begins with the same pass.
 REPEATED = ["quantize llama7b absmax"]
-BY_TRITON = {"gated_delta"}  # compiled in test_kernel_gated_delta.py
+BY_TRITON = {"gated_delta_chunks"}  # compiled in test_kernel_gated_delta.py
 MARK = "case: "
 
 

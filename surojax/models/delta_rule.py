@@ -14,7 +14,7 @@ A chunk of C tokens is an affine map of the state, h' = M h + B, and so are its 
 a state nor a gradient crosses one.
 
 A group of chunks is computed at once, then its states one after another. The backward pass keeps the inputs and the
-state before each group, and computes a group's maps again. On GPUs pallas_kernels/gated_delta.py computes larger
+state before each group, and computes a group's maps again. On GPUs pallas_kernels/gated_delta_chunks.py computes larger
 groups, if the setting `kernels` says so: without maps, whose bytes take most of the time.
 
 Shape suffixes: B batch, T tokens, G groups, N chunks of a group, C (also i, j) tokens of a chunk, K key heads, r value
@@ -27,9 +27,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import dispatch, gated_delta
+from pallas_kernels import dispatch, gated_delta_chunks
 from pallas_kernels.dispatch import Implementation
-from pallas_kernels.gated_delta import FLOOR, Tokens, unit_length
+from pallas_kernels.gated_delta_chunks import FLOOR, Tokens, unit_length
 from pallas_kernels.manual_axes import mark_varying, varying_axes
 
 CHUNK, CHUNKS = 128, 16
@@ -44,7 +44,8 @@ class ChunkSizes(NamedTuple):
     """How the rule is computed.
 
     chunk: tokens of one, a power of 2. chunks: of a group. tf32: products read 10 bits of a mantissa. kernel: groups
-    are computed by pallas_kernels/gated_delta.py, which has precisions of its own. interpret: in Pallas' interpreter.
+    are computed by pallas_kernels/gated_delta_chunks.py, which has precisions of its own. interpret: in Pallas'
+    interpreter.
     """
 
     chunk: int = CHUNK
@@ -86,9 +87,11 @@ def gated_delta_rule(
 def chosen_sizes(tokens: Tokens, implementation: Implementation) -> ChunkSizes:
     """The sizes for these tokens. Raises Unserved if the kernels were asked for and do not take the heads."""
     T, key, value = tokens.v.shape[1], tokens.k.shape[-1], tokens.v.shape[-1]
-    if T >= gated_delta.CHUNK and gated_delta.serves(tokens.v.dtype, key, value, implementation):
-        groups = -(-T // (gated_delta.CHUNK * KERNEL_CHUNKS))  # of equal size, so that little is added to the last one
-        return ChunkSizes(gated_delta.CHUNK, -(-T // (gated_delta.CHUNK * groups)), kernel=True)
+    if T >= gated_delta_chunks.CHUNK and gated_delta_chunks.serves(tokens.v.dtype, key, value, implementation):
+        groups = -(
+            -T // (gated_delta_chunks.CHUNK * KERNEL_CHUNKS)
+        )  # of equal size, so that little is added to the last one
+        return ChunkSizes(gated_delta_chunks.CHUNK, -(-T // (gated_delta_chunks.CHUNK * groups)), kernel=True)
     tf32 = tokens.v.dtype.itemsize == 2 and dispatch.choose("delta_rule", None) == "mosaic"
     return ChunkSizes(min(CHUNK, 1 << (T - 1).bit_length()), CHUNKS, tf32)
 
@@ -234,7 +237,7 @@ def _group_by_kernels(sizes: ChunkSizes, tokens: Tokens, starts_BNC: jax.Array, 
 
     first = C * jnp.arange(N, dtype=starts_BNC.dtype)[None, :, None]
     how = {"implementation": "mosaic", "interpret": sizes.interpret, "chunk": C}
-    out, state = gated_delta.gated_delta(jax.tree.map(flat, tokens), flat(starts_BNC + first), state, **how)
+    out, state = gated_delta_chunks.gated_delta(jax.tree.map(flat, tokens), flat(starts_BNC + first), state, **how)
     return out.reshape(B, N, C, *out.shape[2:]), state
 
 

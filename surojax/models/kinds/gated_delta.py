@@ -31,7 +31,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from pallas_kernels import gated_delta
+from pallas_kernels import gated_delta_chunks
 from surojax.models.delta_pieces import rule_of_pieces
 from surojax.models.delta_rule import CHUNK, CHUNKS, KERNEL_CHUNKS, Tokens
 from surojax.models.kinds.short_conv import causal_convolution
@@ -211,7 +211,7 @@ class GatedDelta(Mixer):
         heads = c.linear_num_value_heads // x.tensor
         devices = x.per_sequence // x.tensor
         pieces = pieces_per_device(compute.cp_method) if devices > 1 else 1
-        served = gated_delta.fits(x.dtype, c.linear_key_head_dim, c.linear_value_head_dim)
+        served = gated_delta_chunks.fits(x.dtype, c.linear_key_head_dim, c.linear_value_head_dim)
         by_kernels = gpu and served and compute.precision.kernels != "xla"
         of_group = self._kernel_bytes if by_kernels else self._group_bytes
         group = of_group(x.tokens * x.tensor // pieces, heads)
@@ -224,7 +224,7 @@ class GatedDelta(Mixer):
         In 16 bits the pairs of a chunk's tokens twice, two states for a chunk, and two values; vectors in float32.
         """
         c = self.config
-        C, k, v = gated_delta.CHUNK, c.linear_key_head_dim, c.linear_value_head_dim
+        C, k, v = gated_delta_chunks.CHUNK, c.linear_key_head_dim, c.linear_value_head_dim
         return (2 * (2 * C + 2 * k * v // C + 2 * v) + 4 * 8) * heads * min(tokens, C * KERNEL_CHUNKS)
 
     def _group_bytes(self, tokens: int, heads: int) -> int:

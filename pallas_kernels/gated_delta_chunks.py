@@ -43,7 +43,7 @@ import jax.numpy as jnp
 
 from pallas_kernels import dispatch, gated_delta_kernels as kernels, triton
 from pallas_kernels.dispatch import Implementation, expect
-from pallas_kernels.gated_delta_blocks import Call, Tokens
+from pallas_kernels.gated_delta_blocks import DeltaCall, Tokens
 from pallas_kernels.gated_delta_kernels import EPS, FLOOR
 from pallas_kernels.shapes import Case, Sizes
 
@@ -158,15 +158,15 @@ def _gated_delta(chunk: int, interpret: bool, tokens: Tokens, starts, state):
 
 def _fwd(chunk: int, interpret: bool, tokens: Tokens, starts, state):
     x = kernels.vectors(tokens, starts, chunk, state.dtype)
-    s = Call.of(tokens, chunk, state.dtype, interpret)
-    A, P = kernels.matrices(tokens, x, s)
+    s = DeltaCall.of(tokens, chunk, state.dtype, interpret)
+    A, P = kernels.chunk_matrices(tokens, x, s)
     out, after = kernels.forward(tokens, x, A, P, state.reshape(s.state.shape), s)
     return (out.reshape(tokens.v.shape), after.reshape(state.shape)), (tokens, x, A, P, state)
 
 
 def _bwd(chunk: int, interpret: bool, saved, cotangents):
     tokens, x, A, P, state = saved
-    s = Call.of(tokens, chunk, state.dtype, interpret)
+    s = DeltaCall.of(tokens, chunk, state.dtype, interpret)
     d_out, d_after = cotangents[0].reshape(s.values.shape), cotangents[1].reshape(s.state.shape)
     states, new = kernels.states(tokens, x, A, state.reshape(s.state.shape), s)
     D, dy, d_state = kernels.reverse(tokens, x, A, P, d_out, d_after, s)
