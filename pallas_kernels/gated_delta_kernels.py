@@ -58,8 +58,17 @@ def vectors(tokens: Tokens, starts_BT: jax.Array, C: int, wide) -> Vectors:
     leave = jnp.where(token >= last, jnp.exp(G[..., -1:] - G), 0)
     through = jnp.where(last < 0, jnp.exp(G[..., -1:]), 0)
     length_q, length_k = (x.reshape(B, K, 1, -1, C) for x in (of_query, of_key))
-    of_tokens = (x.reshape(B, K * r, T) for x in (G, beta_BKrNC, enter * length_q, enter * length_k, leave * length_k))
-    return Vectors(*of_tokens, through.reshape(B, K * r, -1), of_query, of_key, own.reshape(len(starts_BT), T))
+    return Vectors(
+        sum=G.reshape(B, K * r, T),
+        beta=beta_BKrNC.reshape(B, K * r, T),
+        enter_q=(enter * length_q).reshape(B, K * r, T),
+        enter_k=(enter * length_k).reshape(B, K * r, T),
+        leave_k=(leave * length_k).reshape(B, K * r, T),
+        through=through.reshape(B, K * r, -1),
+        of_query=of_query,
+        of_key=of_key,
+        starts=own.reshape(len(starts_BT), T),
+    )
 
 
 # --- kernels ----------------------------------------------------------------------------------------------------------

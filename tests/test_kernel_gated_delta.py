@@ -12,6 +12,7 @@ import subprocess
 import sys
 import types
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -138,7 +139,8 @@ def test_groups_of_a_row_are_equal(monkeypatch):
     monkeypatch.setattr(dispatch, "automatic", lambda device=None: "mosaic")
     for length, chunks in ((63, None), (64, 1), (65, 2), (8192, 128), (8193, 65), (9000, 71)):
         keys, values, numbers = (1, length, 1, 16), (1, length, 1, 1, 16), (1, length, 1, 1)
-        tokens = op.Tokens(*(jax.ShapeDtypeStruct(shape, bf16) for shape in (keys, keys, values, numbers, numbers)))
+        arrays: Any = (jax.ShapeDtypeStruct(shape, bf16) for shape in (keys, keys, values, numbers, numbers))
+        tokens = op.Tokens(*arrays)
         sizes = chosen_sizes(tokens, None)
         assert sizes == (ChunkSizes(op.CHUNK, chunks, kernel=True) if chunks else ChunkSizes(64, 16, tf32=True))
         assert not chosen_sizes(tokens, "xla").kernel
@@ -185,7 +187,7 @@ def compile_rule(kind: str) -> dict:
     """The rule of 16 key heads and 32 value heads of 128 forward and backward for a GPU: bytes, FLOPs and launches."""
     mesh = jax.sharding.Mesh(np.array(aot.devices(kind, 1)), ("one",), axis_types=(jax.sharding.AxisType.Auto,))
     where = jax.NamedSharding(mesh.abstract_mesh, jax.P())
-    array = lambda *shape, dtype=bf16: jax.ShapeDtypeStruct(shape, dtype, sharding=where)
+    array: Any = lambda *shape, dtype=bf16: jax.ShapeDtypeStruct(shape, dtype, sharding=where)
     keys, values, numbers = (1, T, 16, 128), (1, T, 16, 2, 128), (1, T, 16, 2)
     tokens = op.Tokens(array(*keys), array(*keys), array(*values), *[array(*numbers, dtype=f32)] * 2)
     state = array(1, 16, 2, 128, 128, dtype=f32)
