@@ -36,7 +36,7 @@ CHUNK, CHUNKS = 128, 16
 LONG_AGO = -(2**30)  # start of a document that began before these tokens
 SMALL = 16  # tokens of a block whose inverse is made of whole matrices: fewer and larger kernels than of parts
 KERNEL_CHUNKS = (
-    128  # at most of a group by the kernels: the more, the fewer states are saved, and the more memory it takes
+    128  # at most, of a group by the kernels: the more, the fewer states are saved, and the more memory used
 )
 
 
@@ -87,11 +87,10 @@ def gated_delta_rule(
 def chosen_sizes(tokens: Tokens, implementation: Implementation) -> ChunkSizes:
     """The sizes for these tokens. Raises Unserved if the kernels were asked for and do not take the heads."""
     T, key, value = tokens.v.shape[1], tokens.k.shape[-1], tokens.v.shape[-1]
-    if T >= gated_delta_chunks.CHUNK and gated_delta_chunks.serves(tokens.v.dtype, key, value, implementation):
-        groups = -(
-            -T // (gated_delta_chunks.CHUNK * KERNEL_CHUNKS)
-        )  # of equal size, so that little is added to the last one
-        return ChunkSizes(gated_delta_chunks.CHUNK, -(-T // (gated_delta_chunks.CHUNK * groups)), kernel=True)
+    C = gated_delta_chunks.CHUNK
+    if T >= C and gated_delta_chunks.serves(tokens.v.dtype, key, value, implementation):
+        groups = -(-T // (C * KERNEL_CHUNKS))  # of equal size, so that little is added to the last one
+        return ChunkSizes(C, -(-T // (C * groups)), kernel=True)
     tf32 = tokens.v.dtype.itemsize == 2 and dispatch.choose("delta_rule", None) == "mosaic"
     return ChunkSizes(min(CHUNK, 1 << (T - 1).bit_length()), CHUNKS, tf32)
 
