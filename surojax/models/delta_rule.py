@@ -35,9 +35,7 @@ from pallas_kernels.manual_axes import mark_varying, varying_axes
 CHUNK, CHUNKS = 128, 16
 LONG_AGO = -(2**30)  # start of a document that began before these tokens
 SMALL = 16  # tokens of a block whose inverse is made of whole matrices: fewer and larger kernels than of parts
-KERNEL_CHUNKS = (
-    128  # at most, of a group by the kernels: the more, the fewer states are saved, and the more memory used
-)
+KERNEL_CHUNKS = 128  # at most, of a group by the kernels: more save fewer states, and take more memory
 
 
 class ChunkSizes(NamedTuple):
