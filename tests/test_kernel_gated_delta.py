@@ -179,7 +179,8 @@ def test_the_cases_that_doctor_compares():
 # --- compiled for GPUs ------------------------------------------------------------------------------------------------
 
 BY_XLA = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast"}  # instructions that launch nothing
-KERNELS = ["matrices", "forward", "states", "reverse", "gradients"]
+# Bytes of each thread at most: found were 1,348 of gradients (h200), 296 of matrices (a100), 136 of forward (rtx5090).
+SPILLED = {"matrices": 320, "forward": 160, "states": 0, "reverse": 0, "gradients": 1408}
 OPTIMISED = {"xla_backend_optimization_level": 3, "xla_gpu_disable_gpuasm_optimizations": False}
 
 
@@ -225,9 +226,8 @@ def compiled_elsewhere(kind: str) -> tuple[dict, dict[str, tuple[int, int]]]:
 def test_compiled_for_a_gpu(kind):
     """One source for all of them; that they compile says that shared memory suffices."""
     found, kernels = compiled_elsewhere(kind)
-    assert set(kernels) == set(KERNELS) and all(registers <= 255 for _, registers in kernels.values())
-    # Bytes of each thread; the gradients' sums of a chunk [64, 128] have half of all registers.
-    assert all(spilled <= (1536 if name == "gradients" else 256) for name, (spilled, _) in kernels.items()), kernels
+    assert kernels.keys() == SPILLED.keys() and all(registers <= 255 for _, registers in kernels.values())
+    assert all(spilled <= SPILLED[name] for name, (spilled, _) in kernels.items()), kernels
     assert found["bytes"] <= 245e3 * T and found["launches"] <= 20
     assert found["flops"] == pytest.approx(20e6 * T, rel=0.2)
     assert found["temporary"] <= GatedDelta(HEADS)._kernel_bytes(T, 32)
