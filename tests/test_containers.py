@@ -226,7 +226,7 @@ SAME: dict[str, Rows] = {
 }
 TEMPLATE = (
     "{% for t in tools or [] %}{{ t | tojson }}{% endfor %}{% for m in messages %}<{{ m.role }}>{{ m.content }}"
-    "{% for c in m.tool_calls or [] %}{{ c.function.arguments | tojson }}{% endfor %}{{ m.keys() | list | sort }}</>"
+    "{% for c in m.tool_calls or [] %}{{ c.function | tojson }}{% endfor %}{{ m.keys() | list | sort }}</>"
     "{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
 )
 REFUSED = list(SAME)[list(SAME).index("an empty answer") :]

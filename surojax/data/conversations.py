@@ -172,7 +172,7 @@ def is_desirable(record: Mapping[str, Any], dataset: Dataset) -> bool:
     """Returns the label of an unpaired row: True if its answer is a good one."""
     label = record.get(dataset.label_field)
     if not isinstance(label, bool | int | float) or label not in (0, 1):
-        got = repr(label) if dataset.label_field in record else field_names(record)
+        got = shown(label, 40) if dataset.label_field in record else field_names(record)
         raise NotARow(
             f"expected true (a good answer) or false, or 1 or 0, in {dataset.label_field!r}, got {got}; name the "
             "label_field in the dataset, or correct the row"
@@ -186,10 +186,10 @@ def conversation(record: Mapping[str, Any], dataset: Dataset, system_prompt: str
     given = [name for name in names if record.get(name) is not None]
     given = [name for name in given if has_content(record[name])] or given
     if not given:
-        raise NotARow(
-            f"expected messages in {' or '.join(map(repr, names))}, got {field_names(record)}; name the field in the "
-            "dataset, or correct the row"
-        )
+        expected = f"expected messages in {' or '.join(map(repr, names))}"
+        if any(name in record for name in names):
+            raise NotARow(f"{expected}, got null; remove the row")
+        raise NotARow(f"{expected}, got {field_names(record)}; name the field in the dataset, or correct the row")
     messages = tool_calls.decoded(record[given[0]])
     if not isinstance(messages, list):
         raise NotARow(f"expected a list of messages, got a {type(messages).__name__}; correct the row")

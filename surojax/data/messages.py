@@ -70,7 +70,11 @@ def as_message(role: str, content: str, dataset: Dataset) -> dict[str, str]:
 
 
 def _message(message: Any, number: int, dataset: Dataset) -> tuple[Message, bool | None]:
-    """Returns a message with `role`, `content` and its other fields that are not null, and its weight."""
+    """Returns a message with `role`, `content` and its other fields that are not null, and its weight.
+
+    message: an object, or the JSON of one.
+    """
+    message = tool_calls.decoded(message)
     if not isinstance(message, Mapping):
         raise NotARow(f"expected message {number} as an object, got a {type(message).__name__}; correct the row")
     message = {name: value for name, value in message.items() if name not in dataset.ignored_fields}

@@ -60,6 +60,13 @@ def number_of(value: Any) -> int | float | None:
     return value if isinstance(value, bool | int | float) else None
 
 
+def texts_in(value: Any) -> list[str]:
+    """Returns the texts in nested lists and objects that are not blank."""
+    if isinstance(value, Mapping | list):
+        return [text for part in (value.values() if isinstance(value, Mapping) else value) for text in texts_in(part)]
+    return [value] if isinstance(value, str) and value.strip() else []
+
+
 def is_missing(value: Any) -> bool:
     """Returns True for what stands for no value: None, and pandas' NaN, NA and NaT."""
     if value is None or (isinstance(value, float) and value != value):
