@@ -20,7 +20,7 @@ from surojax.data.decompression import format_of, open_bytes
 from surojax.data.files import NotText, decode_utf8, unreadable
 from surojax.data.given import GivenRows
 from surojax.data.texts import READ, open_text, text_parts
-from surojax.data.values import plain
+from surojax.data.values import plain_row
 from surojax.errors import ConfigError, shown
 from surojax.untrusted import RepeatedKey, parse_first, parse_json
 
@@ -238,7 +238,7 @@ def read_set(rows: Iterable[Any] | GivenRows, name: str) -> Iterator[DataRow | B
         return
     try:
         for number, record in enumerate(rows, start=1):
-            yield DataRow(plain(record, drops_nulls=True), f"{name}, row {number}")
+            yield DataRow(plain_row(record, drops_nulls=True), f"{name}, row {number}")
     except Exception as error:  # those of damaged files, and of decoders of images and sound that are not installed
         raise ConfigError(
             f"{name}: expected rows from the datasets library, got {type(error).__name__} ({_one_line(error)}); "

@@ -28,6 +28,11 @@ def plain(value: Any, *, drops_nulls: bool = False) -> Any:
     return plain_scalar(value)
 
 
+def plain_row(row: Mapping[str, Any], *, drops_nulls: bool) -> dict[str, Any]:
+    """Converts the values of a row. drops_nulls: see `plain`; of the objects in it, not of the row, as of a file's."""
+    return {str(name): plain(x, drops_nulls=drops_nulls) for name, x in row.items()}
+
+
 def plain_scalar(value: Any) -> Any:
     """Converts a single value, see `plain`: a date to ISO 8601's text, bytes that are UTF-8 to text."""
     if isinstance(value, np.generic):
