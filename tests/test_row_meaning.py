@@ -17,6 +17,7 @@ from surojax.data.data_rows import BadRow, DataRow, NotARow
 from surojax.data.datasets import Dataset, parse_dataset
 from surojax.data.documents import read_documents
 from surojax.data.examples import Encoder, Example
+from surojax.data.openai_pairs import as_pair
 from surojax.data.rollouts import RolloutEncoder
 from surojax.data.row_fields import MEANINGS, has_content
 from surojax.data.templates import Template, load_template
@@ -658,6 +659,12 @@ def test_conversations_of_a_pair_differ_in_their_last_message():
     assert "two conversations that differ in the last message" in reason(differ, PAIRS)
     asked = {"chosen": talk("a", "b", "c")["messages"], "rejected": talk("a", "b", "d")["messages"]}
     assert "two conversations that differ in the last message" in reason(asked, PAIRS)
+    alone = {"prompt": [], "chosen": [says("assistant", "b")], "rejected": [says("assistant", "c")]}
+    openai = {"input": {"messages": []}, "preferred_output": alone["chosen"], "non_preferred_output": alone["rejected"]}
+    for row in (alone, as_pair(openai, "prompt", "chosen", "rejected", "tools")):
+        assert "expected messages before the two answers, got none" in reason(row, PAIRS)
+    anthropic = {"chosen": "Human: a Assistant: b", "rejected": "Human: a Assistant: c"}
+    assert "or write what both answers begin with into it" in reason(anthropic, PAIRS)
     same = {"chosen": talk("a", "b")["messages"], "rejected": talk("a", "b")["messages"]}
     assert "two answers of which one is better, got the same text" in reason(same, PAIRS)
 

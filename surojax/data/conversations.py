@@ -256,7 +256,8 @@ def preference(
         if not isinstance(prompt, list):
             check_fields(record, dataset.type, fields_read(dataset, FUNCTIONS))
             system = _system(record, dataset) or dataset.system_prompt or system_prompt
-            prompt = _filled(record, dataset.prompt_field, "the prompt")
+            advice = "name the field in the dataset, or write what both answers begin with into it"
+            prompt = _filled(record, dataset.prompt_field, "the prompt", advice)
             more = {"tools": _tools(record, dataset), "variables": _variables(record)}
             check_repeats(record, dataset, reads, [("user", prompt), *(("assistant", answer) for answer in answers)])
             chosen, rejected = (PromptCompletion(system, prompt, answer, "", **more) for answer in answers)
@@ -266,6 +267,8 @@ def preference(
     worse = _of_messages(rejected, record, dataset, system_prompt)
     if better.messages == worse.messages:
         raise NotARow(_TIE)
+    if len(better.messages) == len(worse.messages) == 1:
+        raise NotARow("expected messages before the two answers, got none; add the prompt, or remove the row")
     are_answers = all(conversation.messages[-1]["role"] == "assistant" for conversation in (better, worse))
     if not are_answers or better.messages[:-1] != worse.messages[:-1]:
         raise NotARow(
