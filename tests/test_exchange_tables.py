@@ -93,6 +93,10 @@ ODD = {
     "one layer": ({"target_modules": r"model\.layers\.1\.self_attn\.q_proj"}, None),
     "ranks by module": ({"rank_pattern": {"q_proj": 8}}, None),
     "alphas by module": ({"alpha_pattern": {"q_proj": 16}}, None),
+    "ranks and alphas by module that are those of all": (
+        {"rank_pattern": {"q_proj": 4, "k_proj": 4}, "alpha_pattern": {"q_proj": 8}},
+        {},
+    ),
     "patterns of null": ({"rank_pattern": None, "alpha_pattern": None}, {}),
     "no patterns": ({"rank_pattern": "left out", "alpha_pattern": "left out"}, {}),
     "some layers": ({"layers_to_transform": [0]}, None),
