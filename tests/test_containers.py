@@ -388,6 +388,8 @@ def test_the_null_of_pandas_is_no_value(tmp_path):
     with_null = pandas.DataFrame({"text": pandas.array(["a", None], dtype="string"), "n": [1, 2]})
     for given in (with_null, with_null.convert_dtypes(dtype_backend="pyarrow"), pa.table(with_null)):
         assert meaning(GivenRows(given))[0] == ["Item", "BlankRow"]
+    odd = [{"messages": [{"role": np.ones(2), "from": "user", "content": np.array(["a"], object)}]}]
+    assert "'role' or 'from' in message 1, got two that differ" in meaning(GivenRows(odd))[1]
     with pytest.raises(ConfigError, match="data: expected an iterable of rows, got set; put it in a list"):
         GivenRows({"a", "b"})
     with pytest.raises(ConfigError, match="data: expected a header with different names, got a, a; "):

@@ -594,6 +594,8 @@ def test_masks_of_token_ids_are_refused_if_they_leave_tokens_out():
         {"label": 0},
     ):
         assert np.array_equal(np.asarray(TokenEncoder(99).item(DataRow(ids | row, "w")).content), [5, 6, 7])
+    of_two = TokenEncoder(99).item(DataRow({"input_ids": [[5], [6, 7]]}, "w")).content
+    assert isinstance(of_two, BadRow) and "expected token ids, integers [tokens]" in of_two.reason
     rollout = {"prompt_ids": [5], "completion_ids": [[6, 7], [8]], "logprobs": [[-1, -1], [-1]], "rewards": [0, 1]}
     assert isinstance(RolloutEncoder(99).item(DataRow(rollout | {"env_mask": [[1, 1], [1]]}, "w")).content, Example)
     bad = RolloutEncoder(99).item(DataRow(rollout | {"env_mask": [[1, 0], [1]]}, "w")).content
@@ -717,7 +719,8 @@ def test_variables_of_a_template():
     assert text(asked, PROMPTS, template).startswith("think[d]") and "got variables too" in reason(asked, PROMPTS, None)
     assert "expected no 'enable_thinking', which chat_template chatml does not read" in reason(row)
     assert "name documents in ignored_fields" in reason(talk("a", "b") | {"documents": [{"text": "d"}]})
-    for variables, said in (({"messages": [1]}, "got 'messages'"), ("x", "expected an object")):
+    assert text(talk("a", "b") | {"chat_template_kwargs": [None]}) == text(talk("a", "b"))
+    for variables, said in (({"messages": [1]}, "got 'messages'"), ("x", "expected an object"), (5, "got 5")):
         assert said in reason(talk("a", "b") | {"chat_template_kwargs": variables}, template=template)
 
 

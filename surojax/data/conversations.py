@@ -367,9 +367,10 @@ def segments(record: Mapping[str, Any]) -> list[tuple[str, bool]]:
 def _variables(record: Mapping[str, Any]) -> dict[str, Any]:
     """Returns a row's variables of its chat template, verl's `enable_thinking` and documents among them."""
     found = tool_calls.decoded(record.get(VARIABLES))
-    if not isinstance(found, Mapping) and has_content(found):
+    if not isinstance(found, Mapping) and (isinstance(found, int | float) or has_content(found)):
         raise NotARow(f"expected an object in {VARIABLES!r}, got {shown(found, 40)}; correct the row")
-    variables = {name: value for name, value in (found or {}).items() if value is not None}
+    found = found if isinstance(found, Mapping) else {}
+    variables = {name: value for name, value in found.items() if value is not None}
     thinks = record.get(THINKS)
     if not is_missing(thinks) and thinks != "":
         said = variables.setdefault(THINKS, bool(number_of(thinks)))

@@ -122,14 +122,11 @@ def _filled_one(message: Mapping[str, Any], names: tuple[str, str], number: int)
 
 def _role(role: Any, number: int, dataset: Dataset) -> str:
     mapped = dict(dataset.roles)
-    found = role
-    if isinstance(role, str):
-        found = mapped.get(role, OTHER_ROLES.get(role, role))
+    found = mapped.get(role, OTHER_ROLES.get(role, role)) if isinstance(role, str) else ""
     if found not in (*ROLES, DEVELOPER, CALLING):
         raise NotARow(
             f"expected message {number} with a role of {', '.join((*ROLES, *OTHER_ROLES, DEVELOPER, CALLING))}, got "
-            f"{role!r}; "
-            "map it in roles of the dataset, as in dict(assistant='bot'), or correct the row"
+            f"{shown(role, 40)}; map it in roles of the dataset, as in dict(assistant='bot'), or correct the row"
         )
     return found
 
