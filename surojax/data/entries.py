@@ -83,7 +83,7 @@ def open_entry(
             raise ValueError(f"{META} has no {TRAIN}")
         checked = _remembered(target)
         corpora = {part: _open_part(target, part, info, name, checked) for part, info in meta["parts"].items()}
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         if say:
