@@ -893,7 +893,19 @@ def test_adapters_say_how_many_parameters_train(config, capsys):
     devices = jax.devices()[:1]
     training_report.describe_run(c, from_config(c, make_mesh(devices), total_steps=1), devices, {"weights": 1})
     trained = 2 * 2 * ((32 + 32) + (32 + 16))  # layers, rank, widths of wq and wv
-    assert f"surojax: 0.0M parameters, of which {trained} train (1.13%), on 1 x" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert f"surojax: 0.0M parameters, of which {trained} train (1.13%), on 1 x" in out and "not sharded" not in out
+
+
+@small.needs(3)
+def test_matrices_that_the_devices_do_not_divide_are_named(config, capsys):
+    for zero_level, size, named in ((1, 32, True), (1, 33, False), (3, 32, True)):
+        c = changed(config, zero_level=zero_level)
+        c.model.update({"hidden_size": size, "head_dim": 16})
+        devices = jax.devices()[:3]
+        training_report.describe_run(c, from_config(c, make_mesh(devices), total_steps=1), devices, {"weights": 1})
+        found = "note: not sharded over 3 devices, which divide none of their dimensions: " in capsys.readouterr().out
+        assert found == named
 
 
 def test_a_run_ends_with_its_page(whole, tmp_path):
