@@ -367,6 +367,8 @@ PUBLISHED = {
     "WEIGHTS": "weight train training trainable loss loss_scale loss_mask loss_weight",
     "WEIGHTS_OF_ROWS": "weight sample_weight loss_weight loss_scale train trainable",
     "MASKS": "attention_mask loss_mask completion_mask assistant_masks assistant_mask response_mask tool_mask env_mask",
+    "LENGTHS": "seq_lengths seq_lens sequence_lengths",
+    "SPEAKERS": "user human prompter assistant gpt bot model system tool function",
 }
 IN_ROWS = {
     "conversation": "history chat_history conversation_history previous_messages past_turns system_prompt "

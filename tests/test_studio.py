@@ -64,6 +64,7 @@ def test_who_does_not_know_the_address_gets_nothing(serve):
     status, headers, text = get(server, "")
     assert status == 200 and headers["Content-Type"].startswith("text/html")
     assert "connect-src 'self'" in headers["Content-Security-Policy"] and headers["Cache-Control"] == "no-store"
+    assert (headers["X-Content-Type-Options"], headers["Referrer-Policy"]) == ("nosniff", "no-referrer")
     assert not [x for x in Page(text).addresses if not x.startswith("data:")] and server.token not in text
     assert get(server, "", named="evil.example")[0] == get(server, "other")[0] == get(server, "../estimate")[0] == 404
     assert get(server, "", named=f"localhost:{server.server_port}")[0] == 200
