@@ -350,6 +350,19 @@ def test_a_phase_with_files_takes_as_long_as_its_disk():
     assert fast.seconds == pytest.approx(in_host.seconds, rel=1e-5)
 
 
+def test_weights_in_files_that_are_the_master_weights_are_written_once():
+    """By hand, as above, with master weights in the weights' own 16 bits."""
+    c = checked(config(**SMALL | IN_FILES | {"master_dtype": "bfloat16"}), GPU)
+    work = work_of(c)
+    outer = sum(work.tables.values())
+    state, ends = work.sizes["master"] + work.sizes["moments"] - outer, 1 + 1 / 8
+    phases = candidate.estimated(c, GPUS[GPU], disks=SLOW).phases
+    assert work.as_master == 1.0
+    assert phases["forward"] == pytest.approx(SLOW.seconds(work.sizes["weights"], work.sizes["residuals"]) * ends)
+    written = SLOW.seconds(0, state) * ends + SLOW.seconds(outer, outer)
+    assert phases["update"] == pytest.approx(SLOW.seconds(state + work.sizes["grads"], 0) + written)
+
+
 @pytest.mark.parametrize("changes", [{}, {"overlap_update": True}, {"offload_weights": True}], ids=str)
 def test_an_estimated_step_reads_and_writes_what_its_programs_do(changes):
     c = checked(config(**SMALL | IN_FILES | changes), GPU)
