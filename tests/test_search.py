@@ -438,6 +438,20 @@ def test_every_class_goes_to_files_where_host_memory_holds_none(tmp_path):
     assert files.change["offload_grads"] == "nvme" and files.candidate.need.files
 
 
+def test_other_numbers_that_are_worth_it_are_named_unless_they_are_allowed():
+    """Here the update waits for the host, which reads and writes fewer bytes of each number in 16 or 8 bits."""
+    in_host = {"offload_master": True, "offload_optimizer": True, "opt_m_dtype": "float32", "opt_v_dtype": "float32"}
+    c = checked(config(**SMALL | in_host), GPU)
+
+    def left_out(*allow: str) -> set[str]:
+        space = Space(c, GPUS[GPU], Memory(2**40), allow=allow, keep=BLOCK)
+        return set(fastest._left_out(space, fastest.Trial(c, {}, space.estimated(c), None, False)))
+
+    assert {"adamw8bit", "bf16_master", "bf16_state"} <= left_out() and "bf16_weights" not in left_out()
+    for word in left_out():
+        assert left_out(word) == left_out() - {word}
+
+
 def test_what_has_nothing_more_to_offer_is_not_searched():
     """A word that the config has already, and where all fits, an offload of anything."""
     c = checked(config(**SMALL | {"optimizer": "adamw8bit"}), GPU)
