@@ -261,6 +261,8 @@ def test_a_request_that_does_not_arrive_is_given_up(serve, monkeypatch, capfd):
     assert len(ended) == 3 and get(server, "")[0] == 200
     held = [connected(server) for _ in range(4)]
     time.sleep(0.2)
+    waiting = [thread for thread in threading.enumerate() if isinstance(thread, threading.Timer)]
+    assert len(waiting) >= 4 and all(thread.daemon for thread in waiting)  # none keeps the process from its end
     with connected(server) as refused, contextlib.suppress(ConnectionResetError):
         assert refused.recv(1) == b""
     for connection in (*slow, *held):
