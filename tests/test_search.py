@@ -945,3 +945,5 @@ def test_what_the_backward_pass_computes_again_grows_from_nothing_to_a_block():
         on = [{name for name, value in change.items() if value} for change in found]
         assert sorted(map(sorted, on)) == sorted(map(sorted, grows + [own] * (own not in grows)))
         assert [parts for parts in on if parts in grows] == grows
+        sampled = [any(kind.items() <= change.items() for kind in choices.SAMPLED) for change in found]
+        assert [parts for parts, is_sampled in zip(on, sampled, strict=True) if is_sampled] == [grows[1], grows[-1]]
