@@ -462,6 +462,17 @@ def test_ten_items_or_a_tenth_of_them_are_held_out_at_least(rows, expected):
     assert held_out[0] == held_out[1] and len(held_out[0]) == expected
 
 
+@pytest.mark.parametrize("bad_at", (0, 1, 2, 7))
+def test_rows_that_cannot_be_read_are_not_held_out(bad_at):
+    """Wherever they are, and beside a single row, which is split, as beside many."""
+    for rows in (1, 12):
+        made: list[Item] = [Item(str(i), item_key(new_hash(str(i).encode())), 1) for i in range(rows)]
+        made.insert(bad_at, Item(BadRow("x", "damaged"), 0, 1))
+        found = list(hold_out(made, 0.01, lambda item: (item, item)))
+        assert [is_out for item, is_out in found if isinstance(item.content, BadRow)] == [False]
+        assert sum(is_out for _, is_out in found) == {1: 1, 12: 2}[rows]
+
+
 def test_copies_are_on_one_side():
     """Also if they are more than a tenth, unless nothing else could be held out."""
     texts = ["a"] * 3 + ["b"] * 3 + [str(i) for i in range(34)]

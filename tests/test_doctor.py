@@ -28,6 +28,26 @@ from surojax.verification.bounds import Bound
 from surojax.verification.settings import OFFLOADS, SETTINGS
 from surojax.verification.training import compiled_step
 
+CHECKS = {  # name: what runs, and the limit of its seconds, written again
+    "installation": (machine.installation, 120),
+    "host_memory": (machine.host_memory, 120),
+    "disk": (machine.disk, 120),
+    "rates": (machine.rates, 300),
+    "kernels": (steps.kernels, 600),
+    "step": (steps.step, 600),
+    "offloads": (steps.offloads, 1200),
+    "several": (steps.several, 900),
+    "copies": (steps.copies, 300),
+    "times": (steps.step_times, 300),
+}
+
+
+def test_the_table_of_checks():
+    assert {name: (check.run, check.seconds) for name, check in doctor_checks.CHECKS.items()} == CHECKS
+    helped = {option for check in doctor_checks.CHECKS.values() for option in check.options}
+    assert helped == {*OFFLOADS, "attention", "kernels", "xla_options", "copy_engines"}
+
+
 PAGE = (Path(__file__).parents[1] / "docs" / "doctor.md").read_text()
 ASKED = Asked("", "")
 GPU = GPUS["h100"]

@@ -160,6 +160,25 @@ def test_kernels_need_a_gpu_or_the_interpreter(op):
             call()
 
 
+DIFFERENTIABLE = {
+    "rms_norm": lambda x, **how: rms_norm.rms_norm(x, z(128), **how),
+    "rms_norm of a sum": lambda x, **how: rms_norm.rms_norm(x, z(128), residual=x, **how)[0],
+    "rope": lambda x, **how: rope.rope(x[:, None], x[:, None], z((64, 64)), z((64, 64)), **how)[0],
+    "cross_entropy": lambda x, **how: cross_entropy.cross_entropy(x, z(64, jnp.int32), **how),
+}
+
+
+@pytest.mark.parametrize("op", DIFFERENTIABLE)
+@pytest.mark.parametrize("implementation", ["mosaic", "xla"])
+def test_the_backward_pass_has_the_implementation_that_was_asked_for(op, implementation, monkeypatch):
+    def automatic(device=None):
+        raise AssertionError("nothing was asked for")
+
+    monkeypatch.setattr(dispatch, "automatic", automatic)
+    call = functools.partial(DIFFERENTIABLE[op], implementation=implementation)
+    assert jax.eval_shape(jax.grad(lambda x: call(x).sum()), z((64, 128))).shape == (64, 128)
+
+
 def test_kernels_need_a_gpu_under_transformations():
     """vmap and gradients pass through what looks for the device; only lowering asks for one."""
     x, labels = z((2, 3, 128)), z((2, 3), jnp.int32)

@@ -370,6 +370,8 @@ PUBLISHED = {
     "train training trainable",
     "WEIGHTS_OF_DOCUMENTS": "sample_weight sample_weights loss_weight loss_weights token_weights weights",
     "MASKS": "attention_mask loss_mask completion_mask assistant_masks assistant_mask response_mask tool_mask env_mask",
+    "LENGTHS": "seq_lengths seq_lens sequence_lengths",
+    "SPEAKERS": "user human prompter assistant gpt bot model system tool function",
 }
 IN_ROWS = {
     "conversation": "history chat_history conversation_history previous_messages past_turns system_prompt "

@@ -352,6 +352,19 @@ def test_a_phase_with_files_takes_as_long_as_its_disk():
     assert fast.seconds == pytest.approx(in_host.seconds, rel=1e-5)
 
 
+def test_weights_in_files_that_are_the_master_weights_are_written_once():
+    """By hand, as above, with master weights in the weights' own 16 bits."""
+    c = checked(config(**SMALL | IN_FILES | {"master_dtype": "bfloat16"}), GPU)
+    work = work_of(c)
+    outer = sum(work.tables.values())
+    state, ends = work.sizes["master"] + work.sizes["moments"] - outer, 1 + 1 / 8
+    phases = candidate.estimated(c, GPUS[GPU], disks=SLOW).phases
+    assert work.as_master == 1.0
+    assert phases["forward"] == pytest.approx(SLOW.seconds(work.sizes["weights"], work.sizes["residuals"]) * ends)
+    written = SLOW.seconds(0, state) * ends + SLOW.seconds(outer, outer)
+    assert phases["update"] == pytest.approx(SLOW.seconds(state + work.sizes["grads"], 0) + written)
+
+
 @pytest.mark.parametrize("changes", [{}, {"overlap_update": True}, {"offload_weights": True}], ids=str)
 def test_an_estimated_step_reads_and_writes_what_its_programs_do(changes):
     c = checked(config(**SMALL | IN_FILES | changes), GPU)
@@ -453,6 +466,20 @@ def test_every_class_goes_to_files_where_host_memory_holds_none(tmp_path):
     assert fastest_of[SLOW] > 2 * fastest_of[Disks()]
     (files,) = (x for x in remedies.proposals(Space(c, GPUS[GPU], limits._replace(files=0))) if "--nvme" in x.lifted)
     assert files.change["offload_grads"] == "nvme" and files.candidate.need.files
+
+
+def test_other_numbers_that_are_worth_it_are_named_unless_they_are_allowed():
+    """Here the update waits for the host, which reads and writes fewer bytes of each number in 16 or 8 bits."""
+    in_host = {"offload_master": True, "offload_optimizer": True, "opt_m_dtype": "float32", "opt_v_dtype": "float32"}
+    c = checked(config(**SMALL | in_host), GPU)
+
+    def left_out(*allow: str) -> set[str]:
+        space = Space(c, GPUS[GPU], Memory(2**40), allow=allow, keep=BLOCK)
+        return set(fastest._left_out(space, fastest.Trial(c, {}, space.estimated(c), None, False)))
+
+    assert {"adamw8bit", "bf16_master", "bf16_state"} <= left_out() and "bf16_weights" not in left_out()
+    for word in left_out():
+        assert left_out(word) == left_out() - {word}
 
 
 def test_what_has_nothing_more_to_offer_is_not_searched():
@@ -952,3 +979,5 @@ def test_what_the_backward_pass_computes_again_grows_from_nothing_to_a_block():
         on = [{name for name, value in change.items() if value} for change in found]
         assert sorted(map(sorted, on)) == sorted(map(sorted, grows + [own] * (own not in grows)))
         assert [parts for parts in on if parts in grows] == grows
+        sampled = [any(kind.items() <= change.items() for kind in choices.SAMPLED) for change in found]
+        assert [parts for parts, is_sampled in zip(on, sampled, strict=True) if is_sampled] == [grows[1], grows[-1]]
