@@ -111,8 +111,13 @@ def vectors_drawn():
 
 def drawn_params(config: DecoderConfig, seed: int) -> dict:
     """Float32 parameters `{"blocks", "outer"}` of which none is 0 or 1."""
+    return jax.tree.map(jnp.array, _drawn_params(config, seed))
+
+
+@functools.cache
+def _drawn_params(config: DecoderConfig, seed: int) -> dict:
     with vectors_drawn():
-        return decoder_model.build(config).init(seed)
+        return jax.device_get(decoder_model.build(config).init(seed))
 
 
 NEW_STATES: dict = {}
