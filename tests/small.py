@@ -109,9 +109,9 @@ def vectors_drawn():
         yield
 
 
-def drawn_params(config: DecoderConfig, seed: int) -> dict:
-    """Float32 parameters `{"blocks", "outer"}` of which none is 0 or 1."""
-    return jax.tree.map(jnp.array, _drawn_params(config, seed))
+def drawn_params(config: DecoderConfig, seed: int, times: float = 1) -> dict:
+    """Float32 parameters `{"blocks", "outer"}` of which none is 0 or 1, multiplied by a factor."""
+    return jax.tree.map(lambda x: jnp.array(times * x), _drawn_params(config, seed))
 
 
 @functools.cache

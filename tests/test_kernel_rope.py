@@ -1,5 +1,7 @@
 """The rotary kernel in Pallas' GPU interpreter against the reference, and that against the model's own."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
