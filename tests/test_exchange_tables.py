@@ -93,6 +93,10 @@ ODD = {
     "one layer": ({"target_modules": r"model\.layers\.1\.self_attn\.q_proj"}, None),
     "ranks by module": ({"rank_pattern": {"q_proj": 8}}, None),
     "alphas by module": ({"alpha_pattern": {"q_proj": 16}}, None),
+    "ranks and alphas by module that are those of all": (
+        {"rank_pattern": {"q_proj": 4, "k_proj": 4}, "alpha_pattern": {"q_proj": 8}},
+        {},
+    ),
     "patterns of null": ({"rank_pattern": None, "alpha_pattern": None}, {}),
     "no patterns": ({"rank_pattern": "left out", "alpha_pattern": "left out"}, {}),
     "some layers": ({"layers_to_transform": [0]}, None),
@@ -236,6 +240,9 @@ def test_folders_of_something_else(tmp_path):
         (tmp_path / name / "config.json").write_text("{}")
         expected = "one in the folder a in it; give that folder" if name == "a" else ""  # none of two is meant
         assert missing.held_instead(tmp_path) == expected
+    assert missing.misnamed(tmp_path, "i.json") == ""
+    (tmp_path / "model-00001-of-00002.safetensors").write_bytes(b"")
+    assert missing.misnamed(tmp_path, "i.json").startswith("model-00001-of-00002.safetensors; fetch i.json too, or ")
     (tmp_path / "b/adapter_config.json").write_text("{}")
     assert missing.adapter_instead(tmp_path) == ", such as the one in its folder b"
     (tmp_path / "m.gguf").write_bytes(b"")
