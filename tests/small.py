@@ -109,10 +109,15 @@ def vectors_drawn():
         yield
 
 
-def drawn_params(config: DecoderConfig, seed: int) -> dict:
-    """Float32 parameters `{"blocks", "outer"}` of which none is 0 or 1."""
+def drawn_params(config: DecoderConfig, seed: int, times: float = 1) -> dict:
+    """Float32 parameters `{"blocks", "outer"}` of which none is 0 or 1, multiplied by a factor."""
+    return jax.tree.map(lambda x: jnp.array(times * x), _drawn_params(config, seed))
+
+
+@functools.cache
+def _drawn_params(config: DecoderConfig, seed: int) -> dict:
     with vectors_drawn():
-        return decoder_model.build(config).init(seed)
+        return jax.device_get(decoder_model.build(config).init(seed))
 
 
 NEW_STATES: dict = {}

@@ -105,9 +105,9 @@ OFFLOADED: dict[str, Any] = {"offload_master": True, "offload_optimizer": True, 
 def test_a_state_moves_from_one_device_to_eight_and_back(tmp_path, placed):
     rng = np.random.default_rng(0)
     one, eight = small_plan(1), small_plan(8, **placed)
-    number = lambda p: jax.device_put(jnp.asarray(rng.standard_normal(p.shape) * 9, p.dtype), p.sharding)
-    saved = jax.tree.map(number, one)
-    weights = jax.tree.map(lambda m, w: m.astype(w.dtype), saved.master, saved.weights)
+    put = lambda x, p: jax.device_put(np.asarray(x).astype(p.dtype), p.sharding)
+    saved = jax.tree.map(lambda p: put(rng.standard_normal(p.shape) * 9, p), one)
+    weights = jax.tree.map(put, saved.master, one.weights)
     saved = saved._replace(step=jnp.int32(5), weights=weights)
     with Checkpoints(tmp_path / "one", save_total_limit=1) as checkpoints:
         checkpoints.save(saved, {"step": 5})

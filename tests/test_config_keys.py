@@ -183,8 +183,12 @@ def verdicts(family: str) -> list[Verdict]:
 
 def architecture_of(config: dict[str, Any]) -> DecoderConfig:
     """As `sources.resolved` makes it. Raises ConfigError."""
+    return made_of(model_fields(config))
+
+
+def made_of(fields: dict[str, Any]) -> DecoderConfig:
+    """The architecture with these fields of `model`. Raises ConfigError."""
     c = default_config()
-    fields = model_fields(config)
     try:
         c.model.update(c.model.to_dict() | fields)
     except TypeError as error:
@@ -195,10 +199,15 @@ def architecture_of(config: dict[str, Any]) -> DecoderConfig:
 
 def read_as(family: str) -> dict[DecoderConfig, list[int]]:
     """The changes that are read, by what they are read as."""
-    found: dict[DecoderConfig, list[int]] = {}
+    same_fields: dict[str, tuple[dict[str, Any], list[int]]] = {}
     for i, change in enumerate(CHANGES):
         with contextlib.suppress(ConfigError):
-            found.setdefault(architecture_of(BASE[family] | change), []).append(i)
+            fields = model_fields(BASE[family] | change)
+            same_fields.setdefault(repr(fields), (fields, []))[1].append(i)
+    found: dict[DecoderConfig, list[int]] = {}
+    for fields, numbers in same_fields.values():
+        with contextlib.suppress(ConfigError):
+            found.setdefault(made_of(fields), []).extend(numbers)
     return found
 
 

@@ -118,7 +118,7 @@ def test_matrices_of_blocks_are_written_as_vllm_reads_them(tmp_path, dtype, larg
             assert len(scales) == 1 and scales.pop() == pytest.approx(448 * 6 / most, rel=1e-6)
 
 
-@pytest.mark.parametrize("dtype, setting", [("fp8", "qlora_fp8"), ("nvfp4", "qlora_fp4")])
+@pytest.mark.parametrize("dtype, setting", quick_at([("fp8", "qlora_fp8"), ("nvfp4", "qlora_fp4")], 0))
 def test_folders_in_fp8_and_nvfp4_are_read_again(tmp_path, dtype, setting):
     """Their numbers are those that were written; as a base of QLoRA, their codes and scales."""
     out = convert.convert(write(tmp_path / "in", "llama"), tmp_path / "out", dtype=dtype)

@@ -36,8 +36,8 @@ WITHOUT_GLOBAL_SCALES = {(family, "nvfp4") for family in (*OF_EXPERTS, *OF_LATEN
 
 
 def is_quick(case: Case) -> bool:
-    """True for the cases of `pytest`: of each family two kinds, and all kinds of one family with experts."""
-    return case.kind in ("float32", "gguf") or case.family == "mixtral"
+    """True for the cases of `pytest`: of each family one kind, and all kinds of one family with experts."""
+    return case.kind == "float32" or case.family == "mixtral"
 
 
 CASES = sorted(cases(), key=is_quick)

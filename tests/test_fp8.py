@@ -160,21 +160,20 @@ def test_without_rounding_the_block_is_that_of_recipe_bf16(monkeypatch, options,
 
 def test_a_history_gives_the_scales_of_its_largest_entries_and_forgets_the_oldest():
     history = jnp.zeros(fp8.history_shape(2, SITES, 3))
-    first = fp8.delayed_scales(history, SITES, 0, jnp.float32(0.5))
+    scales = jax.jit(
+        lambda history, margin: fp8.delayed_scales(history, SITES, margin, jnp.float32(0.5)), static_argnums=1
+    )
+    extended = jax.jit(fp8.extended)
+    first = scales(history, 0)
     guess = jnp.array([fp8.FIRST_INPUT] * len(SITES.inputs) + [fp8.FIRST_GRADIENT * 0.5] * len(SITES.gradients))
     dtypes = [fp8.E4M3] * len(SITES.inputs) + [fp8.E5M2] * len(SITES.gradients)
     assert np.array_equal(first[0], [scale_for(top, dtype) for top, dtype in zip(guess, dtypes, strict=True)])
     for step, top in enumerate((8.0, 1.0, 2.0, 4.0)):
-        history = fp8.extended(history, jnp.full(history.shape[:2], top))
+        history = extended(history, np.full(history.shape[:2], top, np.float32))
         assert history[0, 0, 0] == top
         largest = (8.0, 8.0, 8.0, 4.0)[step]
-        assert (
-            fp8.delayed_scales(history, SITES, 0, jnp.float32(0.5))[:, 0] == scale_for(jnp.array(largest), fp8.E4M3)
-        ).all()
-    doubled = fp8.delayed_scales(history, SITES, 1, jnp.float32(0.5)) / fp8.delayed_scales(
-        history, SITES, 0, jnp.float32(0.5)
-    )
-    assert (doubled == 2).all()  # a margin of one binade
+        assert (scales(history, 0)[:, 0] == scale_for(jnp.array(largest), fp8.E4M3)).all()
+    assert (scales(history, 1) / scales(history, 0) == 2).all()  # a margin of one binade
 
 
 BATCHES = [tokens(2, 4, 16, seed=s) for s in range(3)]

@@ -64,7 +64,7 @@ def test_cache_equals_the_plain_model(config):
 
 
 def test_greedy_is_the_argmax_of_the_plain_model():
-    params = jax.tree.map(lambda w: 3 * w, drawn_params(CONFIG, 1))  # so that a wrong position changes the likeliest
+    params = drawn_params(CONFIG, 1, times=3)  # so that a wrong position changes the likeliest
     ids = [3, 1, 4]
     new = list(sample.generate(MODEL, params, np.array(ids), max_tokens=6, temperature=0))
     for token in new:
@@ -84,7 +84,7 @@ def test_sampling_follows_seed_and_stops_at_eos():
 @pytest.mark.parametrize("config", [MISTRAL, CONFIGS["gemma"]])
 def test_a_batch_is_its_prompts_alone(config):
     """Prompts of several lengths, padded on the left: greedily the same tokens, each up to its own end."""
-    params = jax.tree.map(lambda w: 3 * w, drawn_params(config, 1))
+    params = drawn_params(config, 1, times=3)
     model = decoder_model.build(config)
     prompts = [np.array(ids) for ids in ([3, 1, 4, 1, 5, 9, 2, 6, 5], [2], [7, 1, 8, 2])]
     alone = [list(sample.generate(model, params, prompt, max_tokens=6, temperature=0)) for prompt in prompts]
@@ -147,7 +147,7 @@ def test_complete_starts_a_document_for_an_empty_prompt():
 def test_rollouts_have_the_log_probabilities_of_training_and_are_rows(tmp_path):
     """At temperature 1 and of the whole vocabulary, whatever they are sampled at; the token that ends is among them."""
     config = dataclasses.replace(CONFIG, vocab_size=320)
-    params = jax.tree.map(lambda w: 3 * w, drawn_params(config, 1))
+    params = drawn_params(config, 1, times=3)
     tokenizer = ByteTokenizer()
     trained = Trained(decoder_model.build(config), params, tokenizer, None)
     file = tmp_path / "rollouts.jsonl"

@@ -76,7 +76,9 @@ def test_fp8_is_exact_where_sums_are(dtype, instructions, monkeypatch):
     x, residual = (jnp.asarray(a, bf16) for a in (total - residual, residual))
     scale = 1 + normal(2, (768,)) / 4
     cast = {"eps": 0.0, "out_dtype": dtype, "out_scale": f32(0.004)}  # with some values beyond e4m3's largest
-    got, expected = (op.forward(x, scale, residual, **cast, **how) for how in (KERNEL, REFERENCE))
+    got, expected = (
+        jax.jit(functools.partial(op.forward, **cast, **how))(x, scale, residual) for how in (KERNEL, REFERENCE)
+    )
     bits = lambda a: np.asarray(jax.lax.bitcast_convert_type(a, jnp.uint8))
     np.testing.assert_array_equal(bits(got.y), bits(expected.y))
     assert got.y.dtype == dtype and got.absmax == expected.absmax  # of the values before the division
@@ -91,9 +93,12 @@ def test_nan_is_not_lost(shape, how):
     x, residual, dy, _, scale = data(shape, f32)
     x = x.at[1, 5].set(jnp.nan)
     cast = {"out_dtype": jnp.float8_e4m3fn, "out_scale": f32(0.01)}
-    assert jnp.isnan(op.forward(x, scale, residual, eps=EPS, **how).absmax)
-    assert jnp.isnan(op.forward(x, scale, residual, eps=EPS, **cast, **how).absmax)
-    assert jnp.isnan(op.backward(dy, x, scale, eps=EPS, **how).absmax)
+    for f, *args in (
+        (functools.partial(op.forward, eps=EPS, **how), x, scale, residual),
+        (functools.partial(op.forward, eps=EPS, **cast, **how), x, scale, residual),
+        (functools.partial(op.backward, eps=EPS, **how), dy, x, scale),
+    ):
+        assert jnp.isnan(jax.jit(f)(*args).absmax)
 
 
 @pytest.mark.parametrize("shape, how", [((33, 80), REFERENCE), ((2, 3, 256), KERNEL)])
@@ -107,19 +112,21 @@ def test_gradients_are_those_of_autodiff(how, shape):
 
     ours = functools.partial(op.rms_norm, eps=EPS, **how)
     loss = lambda f: lambda *args: sum(jnp.sum(y * w) for y, w in zip(f(*args), (a, b), strict=True))
-    got, expected = (jax.grad(loss(f), (0, 1, 2))(x, scale, residual) for f in (ours, plain))
+    got, expected = (jax.jit(jax.grad(loss(f), (0, 1, 2)))(x, scale, residual) for f in (ours, plain))
     for g, e in zip(got, expected, strict=True):
         close(g, e, 2e-5, 5e-5)  # as in test_backward
     alone = lambda f: lambda x, scale: jnp.sum(f(x, scale) * a)
-    got = jax.grad(alone(ours), (0, 1))(x, scale)
-    expected = jax.grad(alone(lambda x, scale: plain(x, scale, jnp.zeros_like(x))[0]), (0, 1))(x, scale)
+    got = jax.jit(jax.grad(alone(ours), (0, 1)))(x, scale)
+    plain_alone = alone(lambda x, scale: plain(x, scale, jnp.zeros_like(x))[0])
+    expected = jax.jit(jax.grad(plain_alone, (0, 1)))(x, scale)
     for g, e in zip(got, expected, strict=True):
         close(g, e, 2e-5, 5e-5)
 
 
 def test_scale_in_bf16_gets_its_gradient_in_bf16():
     x, *_, scale = data((8, 128), bf16)
-    dx, d_scale = jax.grad(lambda x, s: jnp.sum(op.rms_norm(x, s)).astype(f32), (0, 1))(x, scale.astype(bf16))
+    gradients = jax.jit(jax.grad(lambda x, s: jnp.sum(op.rms_norm(x, s)).astype(f32), (0, 1)))
+    dx, d_scale = gradients(x, scale.astype(bf16))
     assert dx.dtype == bf16 and d_scale.dtype == bf16
 
 

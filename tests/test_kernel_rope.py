@@ -1,5 +1,7 @@
 """The rotary kernel in Pallas' GPU interpreter against the reference, and that against the model's own."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -71,20 +73,23 @@ def test_rows_with_angles_of_their_own(how):
 def test_quarter_turns_are_exact(how):
     """With cos 0 and sin 1 halves are exchanged and one changes its sign; nothing is rounded."""
     q, k, cos, sin = data((1,), 8, 4, 2, 128, bf16)
-    turned = op.forward(q, k, 0 * cos, jnp.ones_like(sin), **how)
+    turn, turn_back = (jax.jit(functools.partial(op.forward, inverse=inverse, **how)) for inverse in (False, True))
+    quarter = jnp.zeros_like(cos), jnp.ones_like(sin)
+    turned = turn(q, k, *quarter)
     for x, y in ((q, turned.q), (k, turned.k)):
         first, second = jnp.split(x, 2, axis=-1)
         np.testing.assert_array_equal(y, jnp.concatenate([-second, first], axis=-1))
-    back = op.forward(turned.q, turned.k, 0 * cos, jnp.ones_like(sin), inverse=True, **how)
+    back = turn_back(turned.q, turned.k, *quarter)
     np.testing.assert_array_equal(back.q, q)
     np.testing.assert_array_equal(back.k, k)
 
 
 def test_as_the_model_does_it():
     q, k, cos, sin = data((2,), 9, 4, 2, 64, f32)
-    rotated = op.rope(q, k, cos, sin, **REFERENCE)
+    rotated = jax.jit(functools.partial(op.rope, **REFERENCE))(q, k, cos, sin)
+    of_model = jax.jit(lambda x: rotary.rope(x, jnp.arange(9), 1e4, rotary.RopeScaling()))
     for x, y in zip((q, k), rotated, strict=True):
-        expected = rotary.rope(x, jnp.arange(9), 1e4, rotary.RopeScaling())
+        expected = of_model(x)
         np.testing.assert_allclose(y, expected, rtol=1e-5, atol=2e-6)  # cosines from another program: their last bits
 
 
@@ -103,7 +108,7 @@ def test_gradients_are_those_of_autodiff(how):
         return jnp.sum(y * a) + jnp.sum(z * b)
 
     got = jax.jit(jax.grad(ours, (0, 1)))(q, k)
-    expected = jax.grad(lambda q, k: jnp.sum(plain(q) * a) + jnp.sum(plain(k) * b), (0, 1))(q, k)
+    expected = jax.jit(jax.grad(lambda q, k: jnp.sum(plain(q) * a) + jnp.sum(plain(k) * b), (0, 1)))(q, k)
     for g, e in zip(got, expected, strict=True):
         np.testing.assert_allclose(g, e, rtol=1e-6, atol=1e-6)  # as in test_kernel
 
@@ -113,8 +118,9 @@ def test_gradients_are_those_of_autodiff(how):
 def test_nan_is_not_lost(length, how):
     """jnp.max does, on CPUs, from 4096 numbers on."""
     q, k, cos, sin = data((1,), length, 4, 2, 64, f32)
+    forward = jax.jit(functools.partial(op.forward, **how))
     for name, args in (("q", (q.at[0, 5, 1, 7].set(jnp.nan), k)), ("k", (q, k.at[0, 5, 1, 7].set(jnp.nan)))):
-        rotated = op.forward(*args, cos, sin, **how)
+        rotated = forward(*args, cos, sin)
         assert jnp.isnan(rotated.absmax_q) == (name == "q") and jnp.isnan(rotated.absmax_k) == (name == "k")
 
 

@@ -72,13 +72,13 @@ def test_fp8_results(target, instructions, monkeypatch):
     ours, reference = pair(forward, gate, up, scales[0])
     close(ours, reference)
     assert ours.y.dtype == target and jnp.max(jnp.abs(ours.y.astype(f32))) == dispatch.largest(target)
-    wide = swiglu.forward(gate.astype(f32), up.astype(f32))
+    wide = jax.jit(swiglu.forward)(gate.astype(f32), up.astype(f32))
     close([ours.absmax], [wide.absmax])
     assert wide.absmax > 20
     backward = lambda d, g, u, a, b, **how: swiglu.backward(d, g, u, out_dtype=target, out_scales=(a, b), **how)
     ours, reference = pair(backward, dy, gate, up, *scales)
     close(ours, reference)
-    wide = swiglu.backward(*(x.astype(f32) for x in (dy, gate, up)))
+    wide = jax.jit(swiglu.backward)(*(x.astype(f32) for x in (dy, gate, up)))
     close([ours.absmax_gate, ours.absmax_up], [wide.absmax_gate, wide.absmax_up])
     # Each gradient with its own scale: the numbers that were not clipped come back within FP8's rounding.
     for name, scale in zip(("d_gate", "d_up"), scales, strict=True):
@@ -91,12 +91,13 @@ def test_fp8_results(target, instructions, monkeypatch):
 def test_gradients(how):
     """Forward and backward against autodiff of jax.nn.silu(gate) * up in float64."""
     dy, gate, up = example((3, 128), f32, 3)
-    y = swiglu.forward(gate, up, **how).y
-    d_gate, d_up, *_ = swiglu.backward(dy, gate, up, **how)
+    y = jax.jit(functools.partial(swiglu.forward, **how))(gate, up).y
+    d_gate, d_up, *_ = jax.jit(functools.partial(swiglu.backward, **how))(dy, gate, up)
     with jax.enable_x64(True):
         wide = [jnp.asarray(np.asarray(x), jnp.float64) for x in (gate, up, dy)]
-        expected, back_wide = jax.vjp(lambda g, u: g / (1 + jnp.exp(-g)) * u, *wide[:2])
-        expected = [np.asarray(x) for x in (expected, *back_wide(wide[2]))]
+        plain = lambda g, u: g / (1 + jnp.exp(-g)) * u
+        expected, of_dy = jax.jit(lambda g, u, dy: (plain(g, u), jax.vjp(plain, g, u)[1](dy)))(*wide)
+        expected = [np.asarray(x) for x in (expected, *of_dy)]
     # 1 + gate (1 - s) cancels where it crosses zero: an error of a few float32 roundings of dy up there, 1e-5 at most.
     for ours, true in zip((y, d_gate, d_up), expected, strict=True):
         np.testing.assert_allclose(ours, true, rtol=2e-6, atol=1e-5)
@@ -107,12 +108,13 @@ def test_extremes():
     gate = jnp.asarray([-1e4, -100, 0, 100, 1e4] * 128, f32)
     ones = jnp.ones_like(gate)
     for how in (KERNEL, REFERENCE):
-        y = swiglu.forward(gate, ones, **how).y[:5]
+        forward, backward = (jax.jit(functools.partial(f, **how)) for f in (swiglu.forward, swiglu.backward))
+        y = forward(gate, ones).y[:5]
         np.testing.assert_allclose(y, [0, 0, 0, 100, 1e4], atol=1e-30)
-        grads = swiglu.backward(ones, gate, ones, **how)
+        grads = backward(ones, gate, ones)
         np.testing.assert_allclose(grads.d_gate[:5], [0, 0, 0.5, 1, 1], atol=1e-30)
-        assert jnp.isnan(swiglu.forward(gate.at[7].set(jnp.nan), ones, **how).absmax)
-        assert swiglu.forward(gate.at[8].set(jnp.inf), ones, **how).absmax == jnp.inf
+        assert jnp.isnan(forward(gate.at[7].set(jnp.nan), ones).absmax)
+        assert forward(gate.at[8].set(jnp.inf), ones).absmax == jnp.inf
 
 
 X, SCALE = jnp.ones((2, 128), bf16), f32(1)

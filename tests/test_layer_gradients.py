@@ -188,7 +188,8 @@ def with_all_microbatches(engine):
     return dataclasses.replace(engine, microbatches_per_fetch=A)
 
 
-@pytest.mark.parametrize("late", quick_at([({},), (LATE,)], 0), ids=str)
+@pytest.mark.full
+@pytest.mark.parametrize("late", [{}, LATE], ids=str)
 def test_what_is_in_memory_beside_a_program_is_planned(tmp_path, monkeypatch, late):
     """Every array larger than a batch that exists while a program runs is planned as its argument or beside it."""
     small = Small(batch=(A, B, S), nvme_path=str(tmp_path), **(IN_MEMORY | WEIGHTS | STEP | STATE | late))

@@ -111,7 +111,8 @@ def test_logits_and_answers_are_those_of_transformers(tmp_path, case):
     assert found == answer.tolist()
 
 
-@pytest.mark.parametrize("case", quick_at([(case,) for case in CASES], 0))
+@pytest.mark.full
+@pytest.mark.parametrize("case", CASES)
 def test_loss_and_gradients_are_those_of_transformers(tmp_path, case):
     small = Small(config=config_of(case))
     small.state = SimpleNamespace(weights=params_of(tmp_path, case))

@@ -28,10 +28,10 @@ SCALE = 0.25
 def example():
     """(outer parameters, x `[4, 6, D]`, labels, a few of them ignored)."""
     with vectors_drawn():
-        weights = jax.tree.map(lambda w: 10 * w, MODEL.init_outer(0))  # logits that are not all alike
+        weights = jax.tree.map(lambda w: 10 * np.asarray(w), MODEL.init_outer(0))  # logits that are not all alike
     x = normal(1, (4, 6, CONFIG.hidden_size))
-    labels = jax.random.randint(jax.random.key(2), (4, 6), -3, CONFIG.vocab_size, jnp.int32)
-    return weights, x, jnp.maximum(labels, -1)
+    labels = np.random.default_rng(2).integers(-3, CONFIG.vocab_size, (4, 6), np.int32)
+    return weights, x, np.maximum(labels, -1)
 
 
 def formula(z_loss: float):
@@ -45,7 +45,8 @@ def formula(z_loss: float):
         nats = lse - jnp.take_along_axis(logits, jnp.maximum(flat, 0)[:, None], 1)[:, 0]
         return SCALE * jnp.sum(jnp.where(flat >= 0, nats + z_loss * lse**2, 0.0))
 
-    return total(used, x, 0.0) / SCALE, jax.grad(total, argnums=(0, 1))(used, x, z_loss)
+    both = jax.jit(lambda used, x: (total(used, x, 0.0) / SCALE, jax.grad(total, argnums=(0, 1))(used, x, z_loss)))
+    return both(used, x)
 
 
 def run_head(devices: int, sharded: bool, z_loss: float, chunks: int):

@@ -416,22 +416,22 @@ def toy(compute: Compute = DEFAULT, order: str = "one after another") -> Model:
 
 def toy_loss(params, inputs_ABS, labels_ABS, order: str = "one after another"):
     """(what the toy minimises, its mean loss)."""
-    nats, squares_L = [], [0.0] * len(LAYERS["wide"][1])
-    count = (labels_ABS >= 0).sum()
-    for inputs_BS, labels_BS in zip(inputs_ABS, labels_ABS, strict=True):
-        x_BSD = params[OUTER]["embed"][inputs_BS]
-        for number, letter in enumerate(ORDERS[order]):
-            name = {"n": "narrow", "w": "wide"}[letter]
-            width, windows = LAYERS[name]
-            graph = nnx.graphdef(nnx.eval_shape(lambda width=width: Mixer(width, rngs=nnx.Rngs(0))))
-            l = ORDERS[order][:number].count(letter)
-            w = jax.tree.map(lambda x, l=l: x[l], params[name])
-            x_BSD, square_BS = nnx.merge(graph, w)(x_BSD, Variant(window=windows[l]))
-            if name == "wide":
-                squares_L[l] += jnp.sum(jnp.where(labels_BS >= 0, square_BS, 0))
-        logits = linear(x_BSD, params[OUTER]["head"])
-        nats.append(cross_entropy(logits.reshape(-1, 64), labels_BS.reshape(-1)))
-    return sum(nats) / count + auxiliary({"wide": (jnp.stack(squares_L),)}, count), sum(nats) / count
+    inputs_BS, labels_BS = (x.reshape(-1, x.shape[-1]) for x in (inputs_ABS, labels_ABS))
+    squares_L = []
+    count = (labels_BS >= 0).sum()
+    x_BSD = params[OUTER]["embed"][inputs_BS]
+    for number, letter in enumerate(ORDERS[order]):
+        name = {"n": "narrow", "w": "wide"}[letter]
+        width, windows = LAYERS[name]
+        graph = nnx.graphdef(nnx.eval_shape(lambda width=width: Mixer(width, rngs=nnx.Rngs(0))))
+        l = ORDERS[order][:number].count(letter)
+        w = jax.tree.map(lambda x, l=l: x[l], params[name])
+        x_BSD, square_BS = nnx.merge(graph, w)(x_BSD, Variant(window=windows[l]))
+        if name == "wide":
+            squares_L.append(jnp.sum(jnp.where(labels_BS >= 0, square_BS, 0)))
+    logits = linear(x_BSD, params[OUTER]["head"])
+    loss = cross_entropy(logits.reshape(-1, 64), labels_BS.reshape(-1)) / count
+    return loss + auxiliary({"wide": (jnp.stack(squares_L),)}, count), loss
 
 
 @needs(8)
@@ -523,7 +523,7 @@ def test_queries_are_scaled_by_their_position_in_their_dtype():
     for dtype in (jnp.float32, jnp.bfloat16):
         q = jnp.ones((2, 5, 3, 4), dtype)
         for of in (positions, np.stack([positions] * 2)):
-            found = scale_by_position(q, jnp.asarray(of), scaling)
+            found = jax.jit(lambda q, of: scale_by_position(q, of, scaling))(q, of)
             assert found.dtype == dtype and found.shape == q.shape
             np.testing.assert_allclose(found[1, :, 2, 3].astype(jnp.float32), expected, rtol=1e-2)
 

@@ -11,6 +11,8 @@ from test_optim import by_layers, tree
 from surojax.optim import normuon as muon, optimizer as optim
 from surojax.optim.adamw import adamw
 
+orthogonalised = jax.jit(muon.orthogonalised, static_argnums=1)
+
 
 def matrix(m: int, k: int, values=None, seed: int = 0) -> np.ndarray:
     """A random matrix, with these singular values if they are given."""
@@ -27,27 +29,27 @@ def test_singular_values_become_one(shape):
     n = min(shape)
     x = matrix(*shape, values=np.geomspace(1, 0.05, n))
     u, _, vt = np.linalg.svd(x, full_matrices=False)
-    np.testing.assert_allclose(muon.orthogonalised(jnp.asarray(x), 8), u @ vt, atol=2e-5)
+    np.testing.assert_allclose(orthogonalised(x, 8), u @ vt, atol=2e-5)
 
 
 def test_five_steps_leave_values_near_one():
     """Values of 1e-3 of the norm and more end in the interval that the paper gives for 5 steps: 1 +- 0.16."""
     x = matrix(24, 40, values=np.geomspace(0.5, 2e-3, 24))
-    values = np.linalg.svd(np.asarray(muon.orthogonalised(jnp.asarray(x))), compute_uv=False)
+    values = np.linalg.svd(np.asarray(orthogonalised(x)), compute_uv=False)
     assert values.min() > 0.84 and values.max() < 1.16
 
 
 def test_scale_does_not_matter_and_zeros_stay():
     x = jnp.asarray(matrix(8, 24))
-    np.testing.assert_allclose(muon.orthogonalised(x * 2.0**-60), muon.orthogonalised(x), rtol=1e-6, atol=1e-7)
-    np.testing.assert_array_equal(muon.orthogonalised(jnp.zeros((4, 8))), 0)
+    np.testing.assert_allclose(orthogonalised(x * 2.0**-60), orthogonalised(x), rtol=1e-6, atol=1e-7)
+    np.testing.assert_array_equal(orthogonalised(jnp.zeros_like(x)), 0)
 
 
 def test_bfloat16_is_near_float32():
     """Rounding of 2^-9, which grows with small singular values, stays below the 0.16 that five steps leave anyway;
     measured 0.03."""
     x = jnp.asarray(matrix(64, 128)).astype(jnp.bfloat16)
-    low, high = muon.orthogonalised(x), muon.orthogonalised(x.astype(jnp.float32))
+    low, high = orthogonalised(x), orthogonalised(x.astype(jnp.float32))
     assert low.dtype == jnp.float32
     assert float(jnp.linalg.norm(low - high) / jnp.linalg.norm(high)) < 0.16
 
@@ -109,10 +111,14 @@ def by_the_rule(optimizer, w, grads, norms) -> tuple:
     """(the matrix, its state) after a step for each gradient; norms: what the global norm is said to be."""
     rule, found = optimizer.matrices, jnp.asarray(w)
     state = rule.init(found.shape, 1)
+
+    @jax.jit
+    def apply(found, g, state, i, norm):
+        tensor = optim.TensorContext(optim.scalars(optimizer, i, norm), REPLICATED, jnp.zeros(2, jnp.uint32))
+        return rule.apply(found, g, state, tensor, "float32")[1:]
+
     for i, (g, norm) in enumerate(zip(grads, norms, strict=True)):
-        scalars = optim.scalars(optimizer, jnp.int32(i), jnp.float32(norm))
-        tensor = optim.TensorContext(scalars, REPLICATED, jnp.zeros(2, jnp.uint32))
-        _, found, state = rule.apply(found, jnp.asarray(g), state, tensor, "float32")
+        found, state = apply(found, g, state, jnp.int32(i), jnp.float32(norm))
     return found, state
 
 

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 from commands import convert
-from test_rooms import FILES, PACKAGE, room_of
+from test_rooms import FILES, PACKAGE, parsed, room_of
 
 from surojax import ConfigError, default_config, train
 from surojax.assembly import from_config
@@ -187,5 +187,5 @@ def test_no_other_file_knows_a_family_by_its_name():
         path = file.relative_to(PACKAGE)
         if room_of(path.with_suffix("").parts) in ("families", "data") or str(path) in architectures:
             continue
-        texts = {x.value for x in ast.walk(ast.parse(file.read_text())) if isinstance(x, ast.Constant)}
+        texts = {x.value for x in ast.walk(parsed(file)) if isinstance(x, ast.Constant)}
         assert not names & {text for text in texts if isinstance(text, str)}, path

@@ -1,5 +1,7 @@
 """The optimizer chain against optax's own, schedules at their corners, and updates layer by layer."""
 
+import functools
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -28,8 +30,17 @@ def tree(seed: int, layers: int = 3) -> dict:
 
 def by_layers(optimizer, grads, moments, master, norm, steps_done=0, layers: int = 3):
     """(moments, master) after `apply` for every layer and the outer parameters, as the step does it."""
+    return _compiled(optimizer, layers)(grads, moments, master, jnp.float32(norm), jnp.int32(steps_done))
+
+
+@functools.cache
+def _compiled(optimizer, layers: int):
+    return jax.jit(functools.partial(_by_layers, optimizer, layers))
+
+
+def _by_layers(optimizer, layers: int, grads, moments, master, norm, steps_done):
     params, done = declared(master), []
-    scalars = optim.scalars(optimizer, jnp.int32(steps_done), jnp.float32(norm))
+    scalars = optim.scalars(optimizer, steps_done, norm)
 
     def update(part, grads, moments, master, layer):
         at = optim.UpdateContext(scalars, layer)
@@ -59,10 +70,11 @@ def test_layer_by_layer_equals_optax_on_the_whole(max_grad_norm):
     theirs = optax.chain(clip, optax.adamw(schedule, b1=0.9, b2=0.95, eps=1e-8, weight_decay=0.1, mask=mask))
     params = expected = tree(0)
     moments, state = new_moments(ours, params), theirs.init(params)
+    update = jax.jit(theirs.update)
     for i in range(10):
         grads = tree(i + 1)
         moments, params = by_layers(ours, grads, moments, params, optax.tree.norm(grads), i)
-        updates, state = theirs.update(grads, state, expected)
+        updates, state = update(grads, state, expected)
         expected = optax.apply_updates(expected, updates)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-6), params, expected)
 

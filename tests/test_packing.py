@@ -211,14 +211,14 @@ def test_attention_against_each_document_alone(window):
 @pytest.mark.parametrize("kernels", ["xla", "auto"])
 def test_positions_begin_anew(kernels):
     """Bit for bit the rotation of each document alone. Attention would not tell: its scores are relative."""
-    q, k = (normal(i, (2, 16, heads, 8)) for i, heads in enumerate((4, 2)))
+    q, k = (np.asarray(normal(i, (2, 16, heads, 8))) for i, heads in enumerate((4, 2)))
     starts = np.stack([starts_of((5, 6, 5)), starts_of((15, 1))])
     compute = Compute(precision=Precision(kernels=kernels))
 
     def rotated(q, k, starts=None):
         return Operations(compute, starts=starts).rotate(q, k, 0, 1e4, RopeScaling())
 
-    found = jax.jit(rotated)(q, k, starts)
+    found = jax.tree.map(np.asarray, jax.jit(rotated)(q, k, starts))
     for row, column, length in ((0, 0, 5), (0, 5, 6), (0, 11, 5), (1, 0, 15), (1, 15, 1)):
         part = np.s_[row : row + 1, column : column + length]
         for got, expected in zip(found, jax.jit(rotated)(q[part], k[part]), strict=True):

@@ -1161,10 +1161,15 @@ def test_the_command_prints_and_writes_the_plan(tmp_path, capsys, monkeypatch):
         assert f"\n  {name} " in out
     for x in found["collectives"]:
         assert f"{x['op']} over {x['axis']}" in out
-    with pytest.raises(ConfigError, match="dp_replicate_size"):  # an error comes back as one
-        planner.plan_in_subprocess(config(gpus=4, dp_replicate_size=3), "h200")
     with pytest.raises(RuntimeError, match="one kind of GPU"):
         aot.devices("h200", 1)
+
+
+@needs_compiler
+@pytest.mark.full
+def test_an_error_of_another_process_comes_back_as_one():
+    with pytest.raises(ConfigError, match="dp_replicate_size"):
+        planner.plan_in_subprocess(config(gpus=4, dp_replicate_size=3), "h200")
 
 
 def test_bad_input_is_refused_before_any_work(tmp_path, monkeypatch):

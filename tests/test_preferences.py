@@ -67,9 +67,9 @@ def test_losses_gradients_and_rewards_are_those_of_trl(case):
     scores = {"dpo-smoothed": dpo, "dpo": dpo, "dpo-hinge": dpo, "ipo": ipo, "simpo": simpo, "orpo-odds": orpo}[case]
     pairs = len(REFERENCE["lengths"]) // 2
 
-    def in_turn(rows: list[float]) -> jax.Array:
+    def in_turn(rows: list[float]) -> np.ndarray:
         """Chosen and rejected answers by turns, of TRL's rows, which have all chosen answers first."""
-        return jnp.asarray(rows, jnp.float32).reshape(2, pairs).T.reshape(-1)
+        return np.asarray(rows, np.float32).reshape(2, pairs).T.reshape(-1)
 
     reference, lengths = in_turn(REFERENCE["reference"]), in_turn(REFERENCE["lengths"])
     loss = PairLoss(scores, settings, ("reference",))
@@ -79,7 +79,7 @@ def test_losses_gradients_and_rewards_are_those_of_trl(case):
         of_chosen = jnp.sum((logprob / lengths)[::2]) if case == "orpo-odds" else 0.0
         return (sums["loss"] + of_chosen) / pairs, sums
 
-    (found, sums), gradient = jax.value_and_grad(mean, has_aux=True)(in_turn(REFERENCE["logprob"]))
+    (found, sums), gradient = jax.jit(jax.value_and_grad(mean, has_aux=True))(in_turn(REFERENCE["logprob"]))
     expected = REFERENCE["cases"][case]
     np.testing.assert_allclose(found, expected["loss"], rtol=1e-5)
     np.testing.assert_allclose(gradient, in_turn(expected["gradient"]), rtol=1e-4, atol=1e-6)
@@ -327,8 +327,8 @@ def test_accumulation_over_uneven_numbers_of_pairs_is_one_batch():
 def test_the_odds_of_an_answer_that_is_certain_are_finite():
     """log(1 - p) of p near 1 and near 0, against float64; at p = 1, where it has no value, a number and a gradient."""
     x = np.array([-1e-6, -1e-3, -0.5, -0.7, -3.0, -30.0])
-    np.testing.assert_allclose(log1mexp(jnp.float32(x)), np.log1p(-np.exp(x)), rtol=1e-5)
-    value, gradient = jax.value_and_grad(log1mexp)(jnp.float32(0.0))
+    np.testing.assert_allclose(jax.jit(log1mexp)(np.float32(x)), np.log1p(-np.exp(x)), rtol=1e-5)
+    value, gradient = jax.jit(jax.value_and_grad(log1mexp))(np.float32(0.0))
     assert np.isfinite(value) and np.isfinite(gradient)
 
 
@@ -374,7 +374,7 @@ def test_answers_that_are_far_apart(case):
 
     logprob = np.stack([chosen, rejected], axis=1).reshape(-1)
     logprob = np.float64(np.float32(logprob))
-    found, gradient = jax.value_and_grad(total)(jnp.float32(logprob))
+    found, gradient = jax.jit(jax.value_and_grad(total))(np.float32(logprob))
     np.testing.assert_allclose(found, of_float64(logprob).sum(), rtol=1e-5)
     for i in range(logprob.size):
         step = 1e-6 * (np.arange(logprob.size) == i) * np.maximum(1, np.abs(logprob[i]) * 1e-2)

@@ -3,7 +3,6 @@
 import dataclasses
 import io
 
-import jax
 import pytest
 from commands import generate
 from small import CONFIG, drawn_params
@@ -21,7 +20,7 @@ BYTES = dataclasses.replace(CONFIG, vocab_size=320)
 
 
 def trained(template: str = "chatml") -> Trained:
-    params = jax.tree.map(lambda w: 3 * w, drawn_params(BYTES, 1))
+    params = drawn_params(BYTES, 1, times=3)
     return Trained(decoder_model.build(BYTES), params, WORDS, load_template(template, WORDS))
 
 

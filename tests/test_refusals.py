@@ -144,12 +144,12 @@ def test_every_feature_is_possible():
 
 
 PAIRS = list(itertools.combinations(features(), 2))
-PARTS = 50
+PARTS = 100
 
 
 @pytest.mark.parametrize("part", quick_at([(part,) for part in range(PARTS // 5)], 0))
 def test_every_pair_is_refused_by_the_table_or_assembled(part, pytestconfig):
-    """`pytest` walks one pair in 50, `pytest --all` one in five; which ones, --drawn-by says."""
+    """`pytest` walks one pair in 100, `pytest --all` one in five; which ones, --drawn-by says."""
     shuffled = random.Random(pytestconfig.option.drawn_by).sample(PAIRS, len(PAIRS))
     found = [decided(*pair) for pair in shuffled[part::PARTS]]
     assert {"refused", "accepted"} <= set(found)

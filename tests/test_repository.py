@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from test_rooms import parsed
 
 import surojax
 from surojax.__main__ import VERBS
@@ -80,7 +81,7 @@ def names_of_modules(kind: type[ast.ClassDef] | type[ast.FunctionDef]) -> dict[s
     """Public classes or functions at the top of modules: the files that define each name."""
     files = collections.defaultdict(set)
     for file in SOURCES:
-        for node in ast.parse(file.read_text()).body:
+        for node in parsed(file).body:
             if isinstance(node, kind) and not node.name.startswith("_"):
                 files[node.name].add(file)
     return files

@@ -284,10 +284,11 @@ runpy.run_module("surojax", run_name="__main__", alter_sys=True)
             100,
             r"surojax: error: expected ulimit -d of more than .* GiB, got 0\.10 GiB; raise that limit",
         ),
-        (
+        pytest.param(
             "RLIMIT_AS",
             2600,
             r"surojax\.train: error: memory: expected ulimit -v of more than .* GiB, got 2\.54 GiB; .*",
+            marks=pytest.mark.full,
         ),
     ],
 )

@@ -185,14 +185,14 @@ def test_losses_gradients_and_rewards_are_those_of_trl(case):
     margin[::2, 0] = expected["margin"]
     targets = {"labels": np.ones_like(scored), "scored": scored, "margin": margin}
 
-    def in_turn(rows: list[float]) -> jax.Array:
-        return jnp.asarray(rows, jnp.float32).reshape(2, pairs).T.reshape(-1)
+    def in_turn(rows: list[float]) -> np.ndarray:
+        return np.asarray(rows, np.float32).reshape(2, pairs).T.reshape(-1)
 
     def mean(rewards):
         sums = objective.sums(jnp.full(scored.shape, 7.0).at[:, 1].set(rewards), targets)
         return sums["loss"] / pairs, sums
 
-    (loss, sums), gradient = jax.value_and_grad(mean, has_aux=True)(in_turn(RECORDED["rewards"]))
+    (loss, sums), gradient = jax.jit(jax.value_and_grad(mean, has_aux=True))(in_turn(RECORDED["rewards"]))
     np.testing.assert_allclose(loss, expected["loss"], rtol=1e-5)
     np.testing.assert_allclose(gradient, in_turn(expected["gradient"]), rtol=1e-4, atol=1e-6)
     for name, value in expected["metrics"].items():

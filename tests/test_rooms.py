@@ -1,6 +1,7 @@
 """The rooms of surojax: who may import whom, and what `import surojax` costs."""
 
 import ast
+import functools
 import re
 import subprocess
 import sys
@@ -42,10 +43,16 @@ def room_of(parts: tuple[str, ...]) -> str:
     return "commands" if parts[0] in COMMANDS or parts[-1] == "__main__" else parts[0]
 
 
+@functools.cache
+def parsed(file: Path) -> ast.Module:
+    """Several tests read all files."""
+    return ast.parse(file.read_text())
+
+
 def imports(file: Path) -> set[tuple[str, ...]]:
     """Modules of surojax that a file imports, as their parts: ("step", "engine")."""
     found = set()
-    for node in ast.walk(ast.parse(file.read_text())):
+    for node in ast.walk(parsed(file)):
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "surojax":
             parts = tuple((node.module or "").split(".")[1:])
             whole = not parts or (PACKAGE / Path(*parts)).is_dir()

@@ -234,7 +234,7 @@ def test_chunks_hand_on_a_state_and_get_its_gradient():
             state = 0.5 * state + weights * x[:, t : t + 1]
         return jnp.concatenate(y, axis=1)
 
-    wanted = jax.vjp(one_after_another, weights, x)[1](jnp.asarray(dy))
+    wanted = jax.jit(lambda weights, x, dy: jax.vjp(one_after_another, weights, x)[1](dy))(weights, x, dy)
     for got, want in zip(found, wanted, strict=True):
         np.testing.assert_allclose(got, want, rtol=1e-6)  # sums of chunks' gradients of weights are float32
     for wrong in (NothingHandedOn, NoGradient):

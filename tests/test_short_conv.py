@@ -50,8 +50,9 @@ def assert_close(found, expected) -> None:
 def test_documents_in_a_row_are_those_of_transformers_alone():
     """Outputs, and gradients of inputs and of every weight; a document of one token among them."""
     assert 1 in LENGTHS and len(LENGTHS) == 3
-    y, pullback = jax.vjp(lambda w, x: computed(w, x)[0], ours(), REFERENCE["x"])
-    dw, dx = pullback(jnp.asarray(REFERENCE["dy"]))
+    f = lambda w, x: computed(w, x)[0]
+    both = jax.jit(lambda w, x, dy: (f(w, x), jax.vjp(f, w, x)[1](dy)))
+    y, (dw, dx) = both(ours(), REFERENCE["x"], REFERENCE["dy"])
     assert_close(y, REFERENCE["y"])
     assert_close(dx, REFERENCE["dx"])
     for name, expected in ours("d_").items():
@@ -62,9 +63,10 @@ def test_nothing_passes_a_border():
     """To the bit, whatever stands before; one document in its place differs."""
     other = np.array(REFERENCE["x"])
     other[:, : LENGTHS[0]] = 1e3
-    packed = [computed(ours(), x)[0][:, LENGTHS[0] :] for x in (REFERENCE["x"], other)]
-    np.testing.assert_array_equal(*packed)
-    assert np.abs(computed(ours(), REFERENCE["x"], starts=None)[0] - REFERENCE["y"]).max() > 0.1
+    in_row = jax.jit(lambda x: computed(ours(), x)[0])
+    np.testing.assert_array_equal(*(in_row(x)[:, LENGTHS[0] :] for x in (REFERENCE["x"], other)))
+    as_one = jax.jit(lambda x: computed(ours(), x, starts=None)[0])
+    assert np.abs(as_one(REFERENCE["x"]) - REFERENCE["y"]).max() > 0.1
 
 
 @pytest.mark.full(after=1)
@@ -74,9 +76,10 @@ def test_pieces_hand_on_a_state_of_two_tokens(pieces):
     state = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), ShortConv(SIZES).decode_state(1, 100, "float64"))
     assert state.shape == (1, TAPS - 1, SIZES.hidden_size)
     found, start = [], 0
+    step = jax.jit(lambda x, *cache, starts: computed(ours(), x, Cache(*cache), starts))
     for piece in pieces:
         own = slice(start, start + piece)
-        y, cache = computed(ours(), REFERENCE["x"][:, own], Cache(state, start), STARTS[:, own])
+        y, cache = step(REFERENCE["x"][:, own], state, np.int32(start), starts=STARTS[:, own])
         assert cache is not None and cache.state.shape == state.shape
         found.append(y)
         state, start = cache.state, start + piece

@@ -153,7 +153,7 @@ def test_labels_are_shifted_before_sequences_are_divided(method):
         return [context.own_tokens(x, method)[None] for x in arrays], context.own_index(6, method)[None]
 
     divided = jax.shard_map(per_device, mesh=mesh, in_specs=jax.P(), out_specs=jax.P(CONTEXT))
-    (own_ids, own_labels, own_columns), index = jax.tree.map(np.asarray, divided(ids, labels, columns))
+    (own_ids, own_labels, own_columns), index = jax.tree.map(np.asarray, jax.jit(divided)(ids, labels, columns))
     assert sorted(own_ids.ravel()) == list(range(100, 148))
     np.testing.assert_array_equal(own_columns, np.broadcast_to(index[:, None], own_columns.shape))
     np.testing.assert_array_equal(own_labels, np.where(own_columns == 23, -1, own_ids + 1))

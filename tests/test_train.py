@@ -71,21 +71,6 @@ def get_config():
 """
 
 
-@pytest.fixture(scope="module", autouse=True)
-def compile_each_program_once(tmp_path_factory):
-    """Most runs here compile the same step, the runs in other processes too."""
-    folder = str(tmp_path_factory.mktemp("compiled"))
-    names = {"jax_compilation_cache_dir": folder, "jax_persistent_cache_min_compile_time_secs": 0.0}
-    old = {name: getattr(jax.config, name) for name in names}
-    for name, value in names.items():
-        jax.config.update(name, value)
-        os.environ[name.upper()] = str(value)
-    yield
-    for name, value in old.items():
-        jax.config.update(name, value)
-        del os.environ[name.upper()]
-
-
 @pytest.fixture(scope="module")
 def text(tmp_path_factory) -> Path:
     rng = np.random.default_rng(0)
