@@ -1,4 +1,7 @@
-"""GLM-4.7-Flash, DeepSeek-V2 and -V3 against transformers in float64 (`fixtures/make_deepseek_reference.py`)."""
+"""Families against transformers in float64: GLM-4.7-Flash, DeepSeek-V2, -V3, OLMo 2, 3 and Muse-Glimmer.
+
+Their references are made by `fixtures/make_deepseek_reference.py` and `fixtures/make_olmo_reference.py`.
+"""
 
 import dataclasses
 import functools
@@ -49,9 +52,15 @@ from surojax.optim.optimizer import TensorContext, scalars
 from surojax.placement.layout import Layout
 from surojax.verification.settings import NVME_ALL
 
-with np.load(Path(__file__).parent / "fixtures" / "deepseek_reference.npz") as arrays:
-    REFERENCE = dict(arrays)
+REFERENCE: dict[str, np.ndarray] = {}
+KEYS: dict[str, dict[str, Any]] = {}  # by family
+for name in ("deepseek", "olmo"):
+    with np.load(Path(__file__).parent / "fixtures" / f"{name}_reference.npz") as arrays:
+        REFERENCE |= dict(arrays)
+        said = json.loads(str(arrays["keys.json"]))
+        KEYS |= {family: said[family] | {"changes": said["changes"]} for family in said if family != "changes"}
 CASES = ("glm", "glm_tied", "glm_groups", "v2", "v2_lite", "v2_tied", "v3", "v3_half", "v3_tied")
+CASES += ("olmo2", "olmo2_tied", "olmo2_yarn", "olmo3", "olmo3_tied", "olmo3_full", "muse", "muse_tied", "muse_turned")
 BIAS = "gate.e_score_correction_bias"
 
 
@@ -102,7 +111,7 @@ def loss_and_gradients(layers: ByLayer, case: str):
     return jax.value_and_grad(lambda params: mean_loss(layers.logits(params, tokens), labels))
 
 
-@pytest.mark.parametrize("case", quick_at([(case,) for case in CASES], 5))
+@pytest.mark.parametrize("case", quick_at([(case,) for case in CASES], 5, 9, 16))
 def test_logits_are_those_of_transformers(in_float64, case):  # noqa: F811
     layers = ByLayer(model_of(case))
     found = layers.logits(params_of(layers, case), jnp.asarray(REFERENCE[f"{case}/tokens"]))
@@ -120,7 +129,7 @@ def test_loss_and_gradients_are_those_of_transformers(in_float64, case):  # noqa
     names = layers.of_each(lambda param, segment, l: tensor_name(param, segment, l), lambda param: tensor_name(param))
     found = dict(zip(jax.tree.leaves(names), map(np.asarray, jax.tree.leaves(grads)), strict=True))
     biases = {name: found.pop(name) for name in [*found] if name.endswith(BIAS)}
-    assert bool(biases) == (not case.startswith("v2")) and not any(x.any() for x in biases.values())
+    assert bool(biases) == case.startswith(("glm", "v3")) and not any(x.any() for x in biases.values())
     assert found.keys() == expected.keys()
     for name, x in found.items():  # of which the reference has float32
         assert_close(x, expected[name].astype(np.float64), name, 1e-7)
@@ -180,7 +189,7 @@ def written(folder: Path, case: str, weights: dict[str, np.ndarray], **changes) 
     return folder
 
 
-@pytest.mark.parametrize("case", quick_at([(case,) for case in CASES], 5))
+@pytest.mark.parametrize("case", quick_at([(case,) for case in CASES], 5, 9, 16))
 def test_models_come_out_as_they_went_in(tmp_path, case):
     """To the bit, from files with a tensor for each expert and of all; the same config.json."""
     weights = stored(case, "weight")
@@ -230,7 +239,6 @@ def test_float8_in_blocks_is_read_as_numbers(tmp_path, case):
 
 # --- keys of config.json ----------------------------------------------------------------------------------------------
 
-KEYS = json.loads(str(REFERENCE["keys.json"]))
 # Changes that transformers computes and that are refused here, by the key that the message names.
 REFUSED: dict[str, dict[int, str]] = {
     "glm4_moe_lite": {
@@ -290,7 +298,7 @@ def test_published_configs_are_read(tmp_path, name):
 def test_keys_that_are_not_computed_are_refused(family):
     """And all that transformers does not compute."""
     config = KEYS[family]["config"]
-    for i, (change, result) in enumerate(zip(KEYS["changes"], KEYS[family]["results"], strict=True)):
+    for i, (change, result) in enumerate(zip(KEYS[family]["changes"], KEYS[family]["results"], strict=True)):
         if "error" in result or i in REFUSED[family]:
             with pytest.raises(ConfigError, match=REFUSED[family].get(i)):
                 architecture_of(config | change)
@@ -303,7 +311,7 @@ def test_keys_that_are_not_computed_are_refused(family):
 def test_keys_are_computed_as_by_transformers(tmp_path, family):
     config, logits = KEYS[family]["config"], REFERENCE[f"keys/{family}"]
     seen = set()
-    for i, (change, result) in enumerate(zip(KEYS["changes"], KEYS[family]["results"], strict=True)):
+    for i, (change, result) in enumerate(zip(KEYS[family]["changes"], KEYS[family]["results"], strict=True)):
         if "error" in result or i in REFUSED[family]:
             continue
         folder = tmp_path / str(i)
