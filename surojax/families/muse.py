@@ -49,7 +49,7 @@ def _read_layers(given: dict[str, Any], full: list[bool], unrotated: list[bool])
 
 
 def _read(given: dict[str, Any]) -> dict[str, Any]:
-    for key in (QUERIES, LOGITS, CAP):
+    for key in (QUERIES, LOGITS, CAP, "post_norm_eps"):
         if given[key] is None or given[key] <= 0:
             raise ConfigError(
                 f"model_path: config.json: {key}: expected more than 0, got {given[key]!r}; fetch it again"
