@@ -410,6 +410,37 @@ WITH_EXPERTS = dataclasses.replace(
 )
 
 
+OLMO = dataclasses.replace(
+    CONFIG,
+    num_hidden_layers=4,
+    input_norms=False,
+    sandwich_norms=True,
+    qk_norm_whole=True,
+    sliding_window=5,
+    sliding_window_pattern=2,
+    rope_local_base_freq=100.0,
+    rope_scaling=RopeScaling("yarn", factor=8.0, original_max_position_embeddings=8),
+)
+MUSE = dataclasses.replace(
+    CONFIG,
+    num_hidden_layers=5,
+    sliding_window=5,
+    sliding_window_pattern=4,
+    no_rope_layer_interval=4,
+    layers_from_last=True,
+    sandwich_norms=True,
+    post_norm_eps=0.1,
+    norm_plus_one=True,
+    plain_final_norm=True,
+    qk_norm_weightless=True,
+    attn_gate_proj=True,
+    embedding_norm=True,
+    query_pre_attn_scalar=0.5,
+    logits_scaling=2.0,
+    final_logit_softcapping=1.0,
+)
+
+
 @needs(8)
 @pytest.mark.parametrize(
     "config, devices, placed",
@@ -425,6 +456,13 @@ WITH_EXPERTS = dataclasses.replace(
             (WITH_EXPERTS, 1, ALL),
             (WITH_EXPERTS, 4, {"zero_level": 3, "ep_size": 2, "tp_size": 2}),
             (WITH_EXPERTS, 4, {"zero_level": 3, "cp_size": 2, **ALL}),
+            (OLMO, 8, {"zero_level": 3, "cp_size": 2, "tp_size": 2, **ALL}),
+            (OLMO, 1, {"sequence_chunks": 2}),
+            (OLMO, 2, {"pp_size": 2}),
+            (MUSE, 8, {"zero_level": 3, "cp_size": 2, "tp_size": 2, "shard_outer": True, **ALL}),
+            (MUSE, 1, {"sequence_chunks": 2}),
+            (MUSE, 4, {"tp_size": 4}),
+            (MUSE, 2, {"pp_size": 2}),
         ]
     ),
 )
@@ -454,9 +492,10 @@ def test_adapters_have_one_gradient_however_heads_are_divided(sizes):
 
 
 @pytest.mark.full
-def test_trains_alike_under_every_placement(tmp_path):
+@pytest.mark.parametrize("config", [WITH_EXPERTS, OLMO, MUSE])
+def test_trains_alike_under_every_placement(tmp_path, config):
     """To the bit: with everything offloaded, updated under the next forward pass, and in files."""
-    model = decoder_model.build(WITH_EXPERTS)
+    model = decoder_model.build(config)
     batches = [tokens(2, 8, 16, seed=i) for i in range(3)]
     losses = Small(model=model).train(batches)
     assert len(set(losses)) == len(losses)
@@ -469,7 +508,7 @@ def test_trains_alike_under_every_placement(tmp_path):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("case", ("glm", "v2_lite"))
+@pytest.mark.parametrize("case", ("glm", "v2_lite", "olmo3", "muse"))
 def test_documents_in_a_row_are_computed_as_alone(in_float64, case):  # noqa: F811
     """Also a document of one token."""
     layers = ByLayer(model_of(case))
