@@ -171,9 +171,8 @@ def metadata_config(contents: Contents, divisors_F: np.ndarray | None = None) ->
     for key, expected in (dict.fromkeys(HEAD_DIM, head_dim) | OFF | dict(family.fixed)).items():
         if key not in family.sizes and given.get(key, expected) != expected:
             raise ConfigError(f"model_path: {contents.path}: {key}: expected {expected}, got {given[key]}")
-    sizes = family.after_reading(sizes)
     tokens = {f"{name}_token_id": metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("bos", "eos")}
-    return (
+    return family.after_reading(
         sizes
         | tokens
         | dict(family.implied)
@@ -194,8 +193,9 @@ def _windows(contents: Contents, given: dict[str, Any], period: int) -> dict[str
 
     Raises ConfigError for something else than a truth value for each layer, or a number of at least 1.
     """
-    layers, said = given.get("block_count") or 0, given.get(WINDOWED, period)
-    slides = [bool((l + 1) % said) for l in range(layers)] if isinstance(said, int) and said > 0 else said
+    layers, said = given.get("block_count"), given.get(WINDOWED, period)
+    layers = layers if isinstance(layers, int) else 0
+    slides = [bool((l + 1) % said) for l in range(layers)] if type(said) is int and said > 0 else said
     if not given.get("attention.sliding_window"):
         slides = [False] * layers
     if not isinstance(slides, list) or len(slides) != layers:

@@ -62,7 +62,9 @@ def _write_olmo3(fields: dict[str, Any]) -> dict[str, Any]:
 
 def _before_writing(config: dict[str, Any]) -> dict[str, Any]:
     if config["tie_word_embeddings"]:
-        raise ConfigError("tie_word_embeddings: expected False, since llama.cpp has no olmo2 without a head, got True")
+        raise ConfigError("tie_word_embeddings: llama.cpp has no olmo2 without a head of its own")
+    if config["head_dim"] * config["num_attention_heads"] != config["hidden_size"]:
+        raise ConfigError("head_dim: llama.cpp's olmo2 takes hidden_size / num_attention_heads")
     slides = window_keys.SLIDING in config["layer_types"]
     return config if slides else config | {"sliding_window": 0}
 
@@ -70,9 +72,9 @@ def _before_writing(config: dict[str, Any]) -> dict[str, Any]:
 def _after_reading(config: dict[str, Any]) -> dict[str, Any]:
     # llama.cpp rotates layers with a window by the same base as the others.
     sliding = {"rope_type": "default", "rope_theta": config["rope_theta"]}
-    scaling = rope_keys.joined_keys(config)
-    ropes = {window_keys.FULL: scaling, window_keys.SLIDING: sliding}
-    return config | {"sliding_window": config["sliding_window"] or WINDOW, "rope_parameters": ropes}
+    ropes = {window_keys.FULL: rope_keys.joined_keys(config), window_keys.SLIDING: sliding}
+    own = {"rope_parameters": ropes, "rope_scaling": None}
+    return config | own | {"sliding_window": config["sliding_window"] or WINDOW}
 
 
 OLMO2 = ModelFamily(

@@ -51,7 +51,7 @@ def rms_norm(x: jax.Array, weight: jax.Array, eps: float, plus_one: bool = False
 
 def normalised(x: jax.Array, eps: float) -> jax.Array:
     """Computes `rms_norm` without weights."""
-    return rms_norm(x, jnp.ones(x.shape[-1], x.dtype), eps)
+    return rms_norm(x, jnp.ones(x.shape[-1], x.dtype), eps, False)
 
 
 @functools.partial(save_inputs_only, static_argnums=(2, 3))
