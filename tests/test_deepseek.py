@@ -193,18 +193,44 @@ def written(folder: Path, case: str, weights: dict[str, np.ndarray], **changes) 
 def test_models_come_out_as_they_went_in(tmp_path, case):
     """To the bit, from files with a tensor for each expert and of all; the same config.json."""
     weights = stored(case, "weight")
-    for files in (weights, apart(weights)):
-        folder = written(tmp_path / f"in{len(files)}", case, files)
-        out = convert.convert(folder, tmp_path / f"out{len(files)}", dtype="float32")
+    has_experts = any(".experts." in name for name in weights)
+    for i, files in enumerate((weights, apart(weights))[: 2 if has_experts else 1]):
+        folder = written(tmp_path / f"in{i}", case, files)
+        out = convert.convert(folder, tmp_path / f"out{i}", dtype="float32")
         chex.assert_trees_all_equal(safetensors.numpy.load_file(out / SINGLE), apart(weights))
         assert model_fields(read_config(out)) == model_fields(given(case))
-    out = convert.convert(folder, tmp_path / "together", dtype="float32", experts_together=True)
+    out = convert.convert(folder, tmp_path / "together", dtype="float32", experts_together=has_experts)
     chex.assert_trees_all_equal(safetensors.numpy.load_file(out / SINGLE), weights)
     fields = model_fields(given(case))
+    if case.startswith("muse"):
+        with pytest.raises(
+            ConfigError, match=r"^export: expected fields of a family that Hugging Face has as a text mo"
+        ):
+            config_json.made(fields, 64, {})
+        return
     made = config_json.made(fields, 64, {})
     own = {name: FAMILIES[name] for name in (given(case)["model_type"],)}
     for config in (made, config_json.made(fields, 64, {}, own)):
         assert config_json.agrees(config, fields)
+
+
+def test_what_images_pass_through_is_kept(tmp_path):
+    """Of Muse-Glimmer, to the bit; and its text model's names are those of the whole."""
+    whole = {"model_type": "muse_glimmer", "text_config": given("muse"), "vision_config": {"patch_size": 2}}
+    whole |= {"out_hidden_size": 8, "projector_hidden_size": 8, "projector_hidden_act": "gelu", "image_token_id": 1}
+    whole |= {"video_token_id": 2, "tie_word_embeddings": False}
+    weights = {name.replace("model.", "model.language_model."): x for name, x in stored("muse", "weight").items()}
+    parts = ("vision_tower.layers.0.attn.q_proj", "vision_adapter.fc1", "vision_projection")
+    others = {f"model.{part}.weight": np.full((2, 2), i, np.float16) for i, part in enumerate(parts)}
+    folder = tmp_path / "in"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(whole))
+    safetensors.numpy.save_file(weights | others, folder / SINGLE)
+    check_tensors(Weights(folder), model_of("muse"))
+    out = convert.convert(folder, tmp_path / "out", dtype="float32")
+    chex.assert_trees_all_equal(safetensors.numpy.load_file(out / SINGLE), weights | others)
+    said = json.loads((out / "config.json").read_text())
+    assert said["model_type"] == "muse_glimmer" and model_fields(read_config(out)) == model_fields(given("muse"))
 
 
 def test_layers_that_predict_further_tokens_are_left_aside(tmp_path):

@@ -75,11 +75,12 @@ def made(
         if computed == wanted:
             return candidate
         differences[name] = [key for key in wanted if wanted[key] != computed.get(key)]
-    nearest = min(differences, key=lambda name: len(differences[name]))
-    missing = ", ".join(f"{key}={wanted[key]!r}" for key in differences[nearest])
+    known = [name for name, family in families.items() if family.transformers_class]
+    nearest = min(differences, key=lambda name: len(differences[name]), default="")
+    missing = ", ".join(f"{key}={wanted[key]!r}" for key in differences.get(nearest, ()))
     raise ConfigError(
-        f"export: expected fields of a family of Hugging Face ({', '.join(families)}), got a model that is none: "
-        f"{nearest} does not have {missing}"
+        f"export: expected fields of a family that Hugging Face has as a text model ({', '.join(known)}), got a model "
+        f"that is none" + (f": {nearest} does not have {missing}" if missing else "")
     )
 
 

@@ -39,7 +39,7 @@ def _read_layers(given: dict[str, Any], full: list[bool], unrotated: list[bool])
                 "sliding_window": 0 if every else given["sliding_window"],
                 "sliding_window_pattern": 0 if every else numbers[0],
                 "no_rope_layer_interval": numbers[1],
-                "layers_from_last": from_last and any(numbers) and not (every and not numbers[1]),
+                "layers_from_last": from_last,
             }
     raise ConfigError(
         f"model_path: config.json: layer_types: expected every n-th layer with full_attention, and every m-th with "

@@ -322,7 +322,7 @@ no_nth_layer = Feature(
     lambda s, _: not s["model.sliding_window_pattern"] and not s["model.no_rope_layer_interval"],
     lambda s: "with sliding_window_pattern=0 and no_rope_layer_interval=0",
     "",
-    {},
+    {"model.sliding_window_pattern": 0, "model.no_rope_layer_interval": 0},
 )
 several_groups = Feature(
     "microbatches_per_fetch other than gradient_accumulation_steps",
