@@ -116,7 +116,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     | {"mlp_layer_types": ["dense", "dense", "sparse"]},
     "deepseek_v2 plain": {"q_lora_rank": None, "topk_method": "greedy", "rope_parameters": None},
     "olmo2 tied": {"tie_word_embeddings": True, "num_key_value_heads": 4},
-    "olmo3 full": {"layer_types": [FULL, FULL]},
+    "olmo3 full": {"num_hidden_layers": 2, "layer_types": [FULL, FULL]},
     "muse_glimmer_text turned": {"layer_rope_theta": [1e4] * 5, "qk_scale_factor": 1.5, "tie_word_embeddings": True},
     "deepseek_v3 plain": {"q_lora_rank": None, "rope_interleave": False, "rope_parameters": None, "n_group": 1}
     | {"topk_group": 1, "attention_bias": True},
