@@ -75,7 +75,7 @@ def fits(dtype, head_dim: int, value_dim: int = 0) -> bool:
 
 
 def channel_parts(head_dim: int, value_dim: int) -> int:
-    """The number of parts of the channels, each of which is computed by programs of its own."""
+    """Returns the number of parts of the channels; each part has its own programs."""
     return pl.cdiv(max(head_dim, value_dim), PART)
 
 

@@ -212,7 +212,7 @@ class DeclaredField(NamedTuple):
 
 @functools.cache
 def declared(section: type, prefix: str = "") -> tuple[DeclaredField, ...]:
-    """Lists the fields of a section, in order, those of the sections in it included. prefix: before their names."""
+    """Lists the fields of a section and of the sections within it, in order. prefix: before their names."""
     found: list[DeclaredField] = []
     for field, name in _config_fields(section, prefix):
         if inner := field.metadata.get("section"):

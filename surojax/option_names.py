@@ -77,12 +77,12 @@ def help_or_error(verb: str, words: list[str]) -> tuple[str, str]:
 
 
 def _is_known(option: str, options: Collection[str], fields: Collection[str]) -> bool:
-    """Whether a verb knows an option; without fields the beginning of a name is enough, as argparse has it."""
+    """True if a verb has this option; without fields the beginning of a name is enough, as argparse has it."""
     if fields and ((field := option.removeprefix("--").replace("-", "_")) in fields or field in SHORT):
         return True
     return option in options or (not fields and any(known.startswith(option) for known in options))
 
 
 def _holds(name: str, fields: Iterable[str]) -> bool:
-    """Whether a name is that of a section, such as `model`, which is refused with the fields that it holds."""
+    """True if a name is a section, such as `model`; it is refused with a list of its fields."""
     return any(field.startswith(f"{name}.") for field in fields)

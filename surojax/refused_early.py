@@ -118,7 +118,7 @@ def _check_paths(args: Mapping[str, Any], values: Mapping[str, Any]) -> None:
 
 
 def _check_data(source: str) -> None:
-    """Raises ConfigError for a list of files, folders and globs of which one matches nothing and names no set."""
+    """Raises ConfigError if an entry of a list of files, folders and globs matches nothing and names no set."""
     from surojax.data.readers import SUFFIXES, check_set_name  # loads numpy
 
     for item in files.split_names(source):

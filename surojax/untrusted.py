@@ -64,7 +64,7 @@ def read_bytes(path: Path, most: int = SMALL) -> bytes:
 
 
 class RepeatedKey(ValueError):
-    """Raised for a JSON object that has a key twice, of which Python's parser would take the last value."""
+    """Raised for a JSON object with a repeated key, whose last value Python's parser would take."""
 
 
 def parse_json(text: str | bytes) -> Any:

@@ -8,13 +8,16 @@ import re
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from surojax import CheckpointError, ConfigError, default_config, read_metrics, train
 from surojax.config import checks, flags
+from surojax.data.entries import Corpus
+from surojax.data.tokenizer import ByteTokenizer
 from surojax.run import on_disk
 from surojax.run.metrics import TIMINGS
-from surojax.training import start as training_start
+from surojax.training import run_summary, start as training_start
 from surojax.training.evaluation import evaluation_summary
 
 module = importlib.import_module("surojax.train")  # `surojax.train` is the function
@@ -199,6 +202,64 @@ def test_few_samples_make_smaller_steps(capsys, samples, changes, fits):
     said = capsys.readouterr().out
     assert (f"{samples} samples are fewer than" in said) == (found is not c)
     assert found is c or f"gradient_accumulation_steps is {fits} in this run" in said
+
+
+@pytest.mark.parametrize(
+    ("total_steps", "samples", "changes", "line"),
+    [
+        (
+            28,
+            11,
+            {},
+            "epochs of 2 steps are short: --gradient_accumulation_steps 1 makes 11 steps of each, with as much",
+        ),
+        (
+            28,
+            39,
+            {"gradient_accumulation_steps": 8},
+            "epochs of 4 steps are short: --gradient_accumulation_steps 3 makes 13 steps",
+        ),
+        (9, 7, {}, "epochs of 1 step are short: --gradient_accumulation_steps 1 makes 7 steps"),
+        (99, 11, {}, "epochs of 2 steps"),
+        (100, 11, {}, None),
+        (40, 40, {}, None),
+        (19, 40, {"num_epochs": 2}, "19 steps are few to learn from: --num_epochs 4 takes 20 or more"),
+        (20, 40, {}, None),
+        (19, 11, {"gradient_accumulation_steps": 1}, "19 steps are few"),
+        (19, 11, {"microbatches_per_fetch": 2}, "19 steps are few"),
+    ],
+)
+def test_a_run_of_few_steps_is_told_how_to_take_more(total_steps, samples, changes, line):
+    c = default_config()
+    c.gradient_accumulation_steps = 4
+    c.update(changes)
+    found = training_start.few_steps_line(c, total_steps, samples, batch_size=1)
+    assert re.match(line, found) if line else found == ""
+
+
+@pytest.mark.parametrize(
+    ("trained", "offsets", "expected"),
+    [
+        (None, None, [9, *range(64)]),  # text: its beginning, as a document
+        ([0, 0, 0, 1, 1, 0, 0, 1, 1, 0], [0, 5, 10], [0, 1, 2]),  # a question and its template, without the answer
+        ([1, 1, 0, 0, 0, 0, 0, 1, 1, 0], [0, 2, 10], [2, 3, 4, 5, 6]),  # an example without a question is passed over
+        ([1, 1, 0, 0, 0, 0, 0, 0, 0, 0], [0, 2, 10], [9, *range(10)]),  # no question has an answer
+        ([0] * 513 + [1, 0, 1], [0, 514, 516], [514]),  # a question longer than LONGEST_PROMPT is passed over
+    ],
+)
+def test_what_is_sampled_from_at_the_end(trained, offsets, expected):
+    class Numbers(ByteTokenizer):
+        bos_id, adds_bos = 9, True
+
+        def decode(self, ids):
+            return "".join(map(chr, ids))
+
+        def encode(self, text):
+            return np.array([ord(x) for x in text])
+
+    tokens = np.arange(100 if trained is None else len(trained))
+    held_out = Corpus(tokens, 0, "", "", offsets and np.array(offsets), trained and np.array(trained, bool))
+    assert run_summary.held_out_prompt(held_out, Numbers()).tolist() == expected
 
 
 # --- settings that contradict each other -----------------------------------------------------------------------------

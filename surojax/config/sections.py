@@ -54,7 +54,7 @@ class RunSettings:
     rates_file: str = declare("~/.cache/surojax/rates.json", facts=Facts.NOTHING)
     # "auto" = newest in output_dir if any, "no" = start anew; or a checkpoint: its folder, its step, or "latest"
     resume_from_checkpoint: str = declare("auto", NOT_EMPTY, facts=Facts.NOTHING)
-    # text continued at the end of training; "" = the beginning of the held-out text
+    # text continued at the end of training; "" = a held-out question, or the beginning of the held-out text
     sample_prompt: str = declare("", facts=Facts.NOTHING)
     # tokens sampled at the end; 0 = none
     sample_tokens: int = declare(200, AT_LEAST_0, at_most(2**24, "2^24"), facts=Facts.NOTHING)

@@ -211,7 +211,7 @@ class Config(Section):
     r""""auto" = newest in output_dir if any, "no" = start anew; or a checkpoint: its folder, its step, or
     "latest"."""
     sample_prompt: str
-    r"""text continued at the end of training; "" = the beginning of the held-out text."""
+    r"""text continued at the end of training; "" = a held-out question, or the beginning of the held-out text."""
     sample_tokens: int
     r"""tokens sampled at the end; 0 = none."""
     sample_temperature: float

@@ -112,7 +112,7 @@ def prompt_completion(
 
 
 def _of_lists(record: Mapping[str, Any], dataset: Dataset, system_prompt: str) -> Conversation:
-    """Makes a conversation of a prompt and completion of which one at least is a list of messages."""
+    """Makes a conversation of a prompt and a completion, at least one of which is a list of messages."""
     parts = []
     for field, role, what in (
         (dataset.prompt_field, "user", "the prompt"),

@@ -1,4 +1,4 @@
-"""Opens files as streams of bytes, which are decompressed if the file's name ends as those of a compressed file do.
+"""Opens files as streams of bytes, and decompresses files with the suffix of a compressed format.
 
 What is decompressed is never held as a whole. A file that unfolds to implausibly many bytes is refused on the way.
 """

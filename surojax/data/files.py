@@ -110,7 +110,7 @@ def _data_files(folder: Path, suffixes: tuple[str, ...]) -> set[Path]:
 
 
 def _existing_escaped(pattern: str) -> str:
-    """Escapes the folders at the beginning of a glob that exist under the name as it is written, as "[1]" may be."""
+    """Escapes the leading folders of a glob that exist under their literal names, such as "[1]"."""
     parts = pattern.split(os.sep)
     for count in range(len(parts)):
         if not os.path.lexists(os.sep.join(parts[: count + 1]) or os.sep):

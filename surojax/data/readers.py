@@ -30,7 +30,7 @@ _NO_OBJECT = "expected a JSON object with the fields of a row"
 
 
 def read_file(path: Path, text_field: str) -> Iterator[DataRow | BadRow]:
-    """Yields the rows of a file whose name says that its format is one of SUFFIXES, see `format_of`.
+    """Yields the rows of a file in one of the formats of SUFFIXES, see `format_of`.
 
     text_field: names the one field of a .txt file's row, a `TextFile`, which is read by who needs it.
     Raises ConfigError if the file cannot be read to its end.

@@ -29,7 +29,7 @@ def said_in(messages: list[Any], dataset: Dataset) -> list[tuple[str, str]]:
 
 
 def check_repeats(record: Mapping[str, Any], dataset: Dataset, read: Collection[str], said: Said) -> None:
-    """Raises NotARow for a field that means the conversation, is not read, and says something else than `said`.
+    """Raises NotARow for an unread field that means the conversation and differs from `said`.
 
     read: names of the fields that are read. A dataset that names its fields leaves out all others.
     """
@@ -42,7 +42,7 @@ def check_repeats(record: Mapping[str, Any], dataset: Dataset, read: Collection[
 
 
 def check_repeated(value: Any, name: str, dataset: Dataset, said: Said) -> None:
-    """Raises NotARow if the value of a field is not empty and says something else than `said`."""
+    """Raises NotARow if the value of a field is not empty and differs from `said`."""
     if has_content(value) and not _repeats(value, dataset, said, is_prompt=name == dataset.prompt_field):
         raise NotARow(
             f"expected one conversation in a row, got another in {name!r} ({shown(value, 40)}); remove one of them, or "

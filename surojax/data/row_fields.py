@@ -94,7 +94,7 @@ def has_labels(value: Any) -> bool:
 
 
 def begins_anew(positions: Any) -> bool:
-    """Returns True for positions of tokens that are not 0, 1, 2, ..., as those of several documents."""
+    """Returns True for token positions other than 0, 1, 2, ..., such as those of several documents."""
     return isinstance(positions, list | tuple | np.ndarray) and list(positions) != [*range(len(positions))]
 
 

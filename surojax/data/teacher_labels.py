@@ -311,7 +311,7 @@ def with_teacher_labels(
 
 
 def _check_sum(path: Path, found: int, row: int, of: str = "") -> None:
-    """Raises ConfigError if a file's sum says that its row is another. Folders of older versions have no sums."""
+    """Raises ConfigError if a row's labels do not have their checksum. Folders of older versions have no sums."""
     file = path.parent / SUMS / path.name
     if not file.exists():
         return

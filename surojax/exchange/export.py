@@ -272,7 +272,7 @@ def _pieces(model: Model, naming: Naming, *, together: bool) -> dict[str, _Piece
 def _without_parts_of_rows(
     ours: dict[str, tuple[int, ...]], naming: Naming
 ) -> tuple[dict[str, tuple[int, ...]], dict[str, _Piece]]:
-    """Splits shapes by our name into (those of tensors of their own, pieces by the name of a tensor in files)."""
+    """Splits shapes by our name into (whole tensors of files, pieces by the name of the tensor in files)."""
     parts: dict[str, list[str]] = {}
     for name in ours:
         if part := part_of_rows(name):

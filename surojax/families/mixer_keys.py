@@ -1,4 +1,4 @@
-"""Reads and writes the key `layer_types` of `config.json` where it says which mixer each layer has."""
+"""Reads and writes the key `layer_types` of `config.json` if it names each layer's mixer."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -13,7 +13,7 @@ NO_SUCH_NUMBER, UNUSED = "no such number", "use_sliding_window false"
 
 
 def read_everywhere(given: dict[str, Any], *, used: bool = True) -> dict[str, int]:
-    """Reads the `model` fields of a window that every layer has, whatever `layer_types` says, or none.
+    """Reads the `model` fields of a window that all layers have, whatever `layer_types` is, or none.
 
     used: if False, `sliding_window` is ignored. Raises ConfigError if `layer_types` disagrees.
     """

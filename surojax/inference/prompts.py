@@ -43,7 +43,7 @@ def conversation_ids(trained: Trained, messages: list[dict[str, Any]]) -> np.nda
 
 def complete(trained: Trained, text: str, **options) -> str:
     """Returns a text's continuation. options: of `sample.stream`."""
-    return _sampled(trained, text_ids(trained.tokenizer, text), **options)
+    return continue_ids(trained, text_ids(trained.tokenizer, text), **options)
 
 
 def answer_message(trained: Trained, message: str, system: str = "", **options) -> str:
@@ -51,10 +51,11 @@ def answer_message(trained: Trained, message: str, system: str = "", **options) 
 
     options: of `sample.stream`. Raises ConfigError if the model has no chat template.
     """
-    return _sampled(trained, message_ids(trained, message, system), **options)
+    return continue_ids(trained, message_ids(trained, message, system), **options)
 
 
-def _sampled(trained: Trained, prompt: np.ndarray, **options) -> str:
+def continue_ids(trained: Trained, prompt: np.ndarray, **options) -> str:
+    """Returns the text that continues token ids, int32 [T]. options: of `sample.stream`."""
     model, weights, tokenizer = trained[:3]
     limits = {"stop_ids": tokenizer.stop_ids, "vocab_size": tokenizer.vocab_size}
     return tokenizer.decode(list(generate(model, weights, prompt, **limits, **options)))

@@ -1,4 +1,4 @@
-"""Stacks of layers, and tables, stored in a file, of which one layer, or one piece of rows, at a time is in memory.
+"""File-backed stacks of layers and tables, with one layer or one piece of rows in memory at a time.
 
 The plan and the state have an `InFile` in place of such an array; a `TableInFile` if it is a table, whose pieces are
 handled as layers of a stack are. `InFiles` tells them apart in a tree, and reads and writes a layer of all of them.
@@ -166,11 +166,11 @@ class InFile:
 
     @property
     def own_entries(self) -> list[int]:
-        """The entries of the stack of which this process stores parts, and padding, which is read as zeros."""
+        """Lists the entries of the stack that this process stores parts of, and padding, which is read as zeros."""
         return [l for l in range(self.stack_shape[0]) if self.parts is None or self.parts[self.stage(l)]]
 
     def _own_parts(self) -> list[dict[tuple[int, ...], FilePart]]:
-        """For each stage, the places of a layer's parts on this process's devices, by where they start."""
+        """Maps, for each stage, where a layer's parts on this process's devices start to their places in the file."""
         indices = self.round_sharding(DEVICE).devices_indices_map((self.stages, *self.layer_shape))
         mine = jax.process_index()
         parts_by_stage = []
@@ -238,7 +238,7 @@ class InFile:
 
     @property
     def blocks(self) -> tuple[int, int]:
-        """(number of parts of a layer that are contiguous in the array, elements from one of them to the next)."""
+        """Returns (number of contiguous parts of a layer in the array, elements from one part to the next)."""
         return 1, 0
 
     def first_element(self, l: int) -> int:

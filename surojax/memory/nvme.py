@@ -134,7 +134,7 @@ def claim(
 
 
 def describe_disk_time(store: Store, writes: float, reads: float) -> str:
-    """A line that says how long a step reads and writes at so many bytes/s. Raises ConfigError if that is over an hour.
+    """Describes how long a step reads and writes at so many bytes/s. Raises ConfigError if that is over an hour.
 
     Each class is read and written once a step, but for weights: they are read twice, and not written if frozen.
     """

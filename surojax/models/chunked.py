@@ -60,7 +60,7 @@ class Chunk(NamedTuple):
 
     @property
     def in_row(self) -> "Chunk":
-        """The chunk's tokens in whole rows, of which this device has a part."""
+        """Returns the chunk's range of tokens in whole rows; this device has a part of each row."""
         _, devices = device_number(CONTEXT, *TENSOR)
         return Chunk(devices * self.start, devices * self.stop)
 

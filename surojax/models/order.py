@@ -92,7 +92,7 @@ class RepeatingLayers(NamedTuple):
 
 
 def repeating(variants: Sequence[Any]) -> list[RepeatingLayers]:
-    """The layers of one kind split into runs, each of them a loop whose body computes `period` layers.
+    """Splits the layers of one kind into runs, each a loop whose body computes `period` layers.
 
     Greedy: from the front, the longest run whose period is repeated at least once, or is 1. A period is at most
     `LONGEST_PERIOD_OF_VARIANTS`: layers that are unrolled take their time to compile.

@@ -1,1 +1,1 @@
-"""In which numbers: recipes of matrix products, float8, block-scaled formats, 8-bit copies."""
+"""Number formats: recipes of matrix products, float8, block-scaled formats, 8-bit copies."""

@@ -92,7 +92,7 @@ class WithWidths(Protocol):
 
     @property
     def widths(self) -> Mapping[str, int]:
-        """How many numbers of a token these arrays have: they are `[A, B, S, width]`, the others `[A, B, S]`."""
+        """Names the arrays `[A, B, S, width]`, with their widths; all others are `[A, B, S]`."""
         ...
 
 
@@ -284,7 +284,7 @@ class OfLogProbabilities(abc.ABC):
         """This device's terms of the sums over all devices. Differentiable by the log-probabilities."""
 
     def sums_and_weights(self, logprob_BS: jax.Array, targets: Targets) -> tuple[Sums, jax.Array]:
-        """(`sums`, the weights `[B, S]` of the tokens' cross-entropies whose gradients are those of the loss)."""
+        """Returns (`sums`, weights `[B, S]` with which the tokens' cross-entropies have the loss's gradients)."""
 
         def loss(logprob_BS: jax.Array) -> tuple[jax.Array, Sums]:
             sums = self.sums(logprob_BS, targets)

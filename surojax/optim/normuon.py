@@ -107,7 +107,7 @@ class NormuonSettings:
 
 
 class Momentum(NamedTuple):
-    """NorMuon's state of a matrix `[m, k]`, or of experts `[experts, m, k]`, of which each is a matrix."""
+    """NorMuon's state of a matrix `[m, k]`, or of a matrix of each expert, `[experts, m, k]`."""
 
     m: Any  # [..., m, k], float32 or bfloat16
     rows: Any  # float32 [..., m]: moving averages of the mean squares of the rows of O

@@ -103,7 +103,7 @@ class Planned:
 
 
 class TrainedStep(NamedTuple):
-    """What a run knows of its step when it ends.
+    """A run's step as predicted and measured, known when the run ends.
 
     classes: estimated bytes, see `footprint.by_class`. lines: what was measured beside what was predicted. trace: the
     simulated step, see `prediction.trace`; None if the planner does not know the device.

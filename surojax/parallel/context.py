@@ -127,7 +127,7 @@ def of_device(x: jax.Array, number: jax.Array | int) -> jax.Array:
 
 
 def all_pieces(x_pX: jax.Array, method: Method) -> jax.Array:
-    """The arrays of all pieces in the order of the text, from those of this device's pieces, `[pieces, ...]`."""
+    """All-gathers the arrays of all pieces, in the order of the text. x_pX: of this device's pieces."""
     _, devices = device_number(CONTEXT)
     if devices == 1:
         return x_pX

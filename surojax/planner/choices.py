@@ -1,4 +1,4 @@
-"""What may change so that a run fits or is faster: every field that a search changes, and the values that it tries.
+"""The changes that make a run fit or faster: every field that a search changes, and the values that it tries.
 
 | choice           | fields                                                          | price                         |
 |------------------|-----------------------------------------------------------------|-------------------------------|

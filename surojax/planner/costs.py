@@ -1,4 +1,4 @@
-"""What each instruction of a compiled, scheduled program costs on a GPU: seconds of kernels, bytes of transfers.
+"""The cost of each instruction of a compiled, scheduled program on a GPU: seconds of kernels, bytes of transfers.
 
 Matrix products: the dtype's peak rate times `Rates.products`, for whole waves of tiles (256 x 128 and smaller ones,
 which are slower; the k loop split over up to four blocks if that fills the multiprocessors), but at least the time of
@@ -132,7 +132,7 @@ class ProgramOnGpu:
         return {} if cuda_plugin.plugin_version() >= cuda_plugin.STREAMS_BY_DIRECTION else streams_in_turn(self.module)
 
     def steps(self, computation: str = "") -> tuple[Step, ...]:
-        """What the main stream does in a computation, in order."""
+        """Lists the steps of the main stream in a computation, in order."""
         instructions = self.module[computation]
         return tuple(step for i in instructions.values() for step in _steps(self, i, instructions))
 

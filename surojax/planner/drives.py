@@ -1,4 +1,4 @@
-"""The disks that `--disk` says: rates, drives by name, or folders whose disks were measured here.
+"""The disks that `--disk` names: rates, drives by name, or folders whose disks were measured here.
 
 A run writes its files all the time, step after step. So what counts is what a drive writes once its cache is full,
 which no data sheet says: consumer drives fall to a fifth or less. `DRIVES` has drives of which somebody measured it, or

@@ -22,7 +22,7 @@ def lines(c: Config, run: Assembly, gpu: Gpu) -> list[str]:
 
 
 def multiplied(run: Assembly, *, served: bool = True) -> str:
-    """A line that says if a kernel or a scan over blocks multiplies the experts; "" if no kernel was asked for.
+    """Returns a line on whether a kernel or a scan multiplies the experts; "" if no kernel was asked for.
 
     served: whether the GPU is one that the kernel is for.
     """

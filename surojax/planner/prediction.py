@@ -1,4 +1,4 @@
-"""What the planner says about the time of a step: predicted seconds and tokens/s, what is exposed, and a trace.
+"""The planner's prediction of the time of a step: predicted seconds and tokens/s, what is exposed, and a trace.
 
 timeline.py simulates the compiled step; benchmarks/calibrate.py holds its model of time against published rows.
 

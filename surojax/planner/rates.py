@@ -1,4 +1,4 @@
-"""What programs reach of a GPU's peaks: each rate, its ends, and where they come from.
+"""The fractions of a GPU's peaks that programs reach: each rate, its ends, and where they come from.
 
 Products, memory and the host link of one H200 were measured (benchmarks/results/h200.md), and its products, `boost`,
 `beside` and `duplex` are from there; copies beside products are on their account since three steps took as long. A

@@ -42,7 +42,7 @@ class Proposal(NamedTuple):
     change: Change
 
     def text(self, *, timed: bool = True, device: str = "GPU") -> str:
-        """What the settings need, and if timed, the estimated time of a step."""
+        """Describes the memory of the settings and, if timed, the estimated time of a step."""
         lifted = f"{self.lifted}: " if self.lifted else ""
         time = f", estimated {1e3 * self.candidate.seconds:,.0f} ms a step, not compiled" * timed
         return f"{lifted}{self.candidate.need.text(device)} (fits){time}"

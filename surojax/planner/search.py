@@ -69,7 +69,7 @@ class Family(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Space:
-    """What a search may choose from. config: checked (`plan.checked`). gpu: with rates.
+    """The choices of a search. config: checked (`plan.checked`). gpu: with rates.
 
     allow: words of `choices.NUMBERS`. keep: fields that are not changed. layouts: to search; None: the best by samples.
     few: a few families of each layout. platform: "gpu" or "cpu"; on CPUs nothing is offloaded, and all memory counts as
@@ -362,11 +362,11 @@ class _Search:
         return sum(candidate.need.beyond(self.space.limits))
 
     def changes_kept(self, change: Change) -> bool:
-        """Whether a change has another value for a field that is to be kept."""
+        """True if a change sets a kept field to another value."""
         return any(name in change and change[name] != value for name, value in self.keep.items())
 
     def known(self, key: tuple, compute) -> Any:
-        """What this space knows by a key, computed the first time."""
+        """Returns a value of this space by its key, computed the first time."""
         if key not in self.space.known:
             self.space.known[key] = compute()
         return self.space.known[key]

@@ -1,4 +1,4 @@
-"""What was measured on GPUs and disks here: the file that `train` and `doctor` write and `plan` and `fit` read.
+"""Measurements of this machine's GPUs and disks: the file that `train` and `doctor` write and `plan` and `fit` read.
 
 The file is `rates_file`, JSON: {"version": 1, "entries": [...]}, the newest entry last. Each entry has
 
@@ -84,7 +84,7 @@ def corrected(gpu: Gpu, path: str, settings: str = "") -> Gpu:
 
 
 def _of_other_plugins(entries: Sequence[dict[str, Any]]) -> str:
-    """What to add to a note if steps were measured with another CUDA plugin than the installed one; "" if not."""
+    """Returns a remark if steps were measured with another CUDA plugin than the installed one; "" if not."""
     installed = cuda_plugin.plugin_version_text()
     plugins = {x["versions"].get(PLUGIN) for x in entries if x["rate"] == STEP and isinstance(x.get("versions"), dict)}
     others = sorted(str(version) for version in plugins - {installed, None})
@@ -179,7 +179,7 @@ def rates_of_disk(path: str, folder: str) -> DiskRates | None:
 
 
 def _entry(device_kind: str, gpus: int, rate: str, value: float) -> dict[str, Any]:
-    """What all entries have."""
+    """Makes an entry of the file."""
     return {
         "device_kind": device_kind,
         "gpus": gpus,

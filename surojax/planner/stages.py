@@ -69,7 +69,7 @@ def with_rounds(module: hlo.Module, run: Assembly, batch: BatchShape, *, lockste
     of_stages = layer_sizes.patterns(run).of_stages
 
     def rounds(body: list[hlo.Instruction]) -> Fraction:
-        """Of a loop, by what its body does: a pass over a stage's layers, moving activations to another stage, else."""
+        """Counts the rounds of a loop over layers, of a move of activations, or of another kind."""
         if not any(PASS.search(i.attributes) for i in body):
             moves = any(i.opcode.startswith("collective-permute") for i in body)
             return Fraction(in_any if moves else microbatches, schedule.ticks)

@@ -261,7 +261,7 @@ def _tensor_parallel(run: Assembly, batch: BatchShape, segment: Segment) -> Iter
 
 
 def tensor_again(run: Assembly, segment: Segment) -> tuple[float, int]:
-    """How often the backward pass of a block gathers inputs and scatters results of attention and MLP again."""
+    """Counts how often the backward pass of a block repeats (the gathers of inputs, the scatters of results)."""
     if run.engine.recompute_block:
         return 2 + _earlier_chunks(run), 1 if segment.last_products else 2
     recompute = run.model.compute.recompute

@@ -239,7 +239,7 @@ class Machine:
         return task.work.needs_sms and self.sms[0] is not task
 
     def speeds(self, heads: Sequence[Task]) -> list[float]:
-        """Of the first task of each stream: bytes/s of a transfer, seconds of work per second of a kernel."""
+        """Returns the speeds of each stream's first task: bytes/s of transfers, seconds of work per second."""
         busy = {x.work.stream for x in heads if not x.latency}
         copies_within = any(x.work.kind == DEVICE_COPY and x.work.stream != MAIN for x in heads)
         copying = Counter(x.work.stream for x in heads if not (x.latency or self.is_blocked(x)))
@@ -312,7 +312,7 @@ class Machine:
             self.events.append(TimelineEvent(name, kind, stream, self.labels[-1], begin, end, size))
 
     def timeline(self) -> Timeline:
-        """What was simulated."""
+        """Returns the simulated time line."""
         busy = {key[1]: total for key, total in self.totals.items() if key[0] == "busy"}
         exposed = {(key[1], key[2]): total for key, total in self.totals.items() if key[0] == "exposed"}
         return Timeline(self.time, busy, exposed, [*(self.events or []), *self.waits])

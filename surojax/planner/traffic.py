@@ -1,4 +1,4 @@
-"""What a step moves between memories: copies over the host link, reads and writes of files and of device memory.
+"""Bytes that a step moves between memories: copies over the host link, reads and writes of files and of device memory.
 
 What layers of each tensor class move is read from the lanes of the passes (step/passes.py): a pass that runs k times
 moves each of its lanes k times.

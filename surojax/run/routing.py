@@ -8,7 +8,7 @@ EVENLY = 1.5  # a layer has collapsed if it uses fewer experts than this times t
 
 
 class Usage(NamedTuple):
-    """How many tokens of a step chose each expert.
+    """The experts that the tokens of a step chose.
 
     tokens_LE: how many tokens chose each expert, of each layer with experts. chosen: experts of a token.
     """

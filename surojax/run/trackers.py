@@ -232,7 +232,7 @@ def check_packages(report_to: str) -> None:
 
 
 class Sender:
-    """Sends reports to a tracker from a thread of its own, and prints once if that fails. name: of the tracker."""
+    """Sends reports to a tracker from another thread, and prints once if that fails. name: of the tracker."""
 
     def __init__(self, name: str, tracker: Tracker):
         self._name = name

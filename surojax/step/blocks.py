@@ -25,7 +25,7 @@ from surojax.step.weights import Layers
 
 
 class SegmentBlocks:
-    """What one layer of a segment does in a pass, for all microbatches of a group.
+    """Computes one layer of a segment in a pass, for all microbatches of a group.
 
     residuals, sums: its layers' saved activations and gradients. verbs: what one layer computes.
     """

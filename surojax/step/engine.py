@@ -120,7 +120,7 @@ class Groups:
 
     @property
     def of_segments(self) -> dict[str, SegmentBlocks]:
-        """What a layer does, by segment."""
+        """The `SegmentBlocks` of all stretches, by segment."""
         return {name: of_segment for blocks in self.blocks for name, of_segment in blocks.of.items()}
 
     def layers_of(self, weights) -> list[Layers]:

@@ -179,7 +179,7 @@ class UpdatingRounds:
         return complete.reserved_shards(from_sections(self.state.progress, sections))
 
     def read(self, layer: SegmentLayer) -> tuple:
-        """Reads (state, gradients) of a round, copied to where `SegmentUpdate.arriving` says. Raises NvmeError."""
+        """Reads (state, gradients) of a round and copies them as `SegmentUpdate.arriving` plans. Raises NvmeError."""
         update = self.step.updates[layer.segment]
         arrays = update.state.read(update.state.layers_of_round(layer.l)), self.step.gradients.read(layer)
         return jax.device_put(arrays, jax.tree.map(lambda x: x.sharding, update.arriving)) if update.early else arrays

@@ -151,7 +151,7 @@ def update(table: Placement) -> Pass:
 
 
 def around_ticks(table: Placement, *, sums_are_local: bool) -> list[Pass]:
-    """With pipeline stages: passes that zero accumulators before the first tick and read them after the last tick.
+    """Returns the passes of pipeline stages that zero accumulators before the first tick and read them after the last.
 
     sums_are_local: they are summed over devices then, and written back.
     """

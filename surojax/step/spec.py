@@ -1,4 +1,4 @@
-"""What a step is made of: a model, where its tensors are stored, and how a step spends its memory."""
+"""The specification of a step: a model, where its tensors are stored, and how the step spends memory."""
 
 import dataclasses
 from collections.abc import Callable

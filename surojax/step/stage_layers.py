@@ -59,7 +59,7 @@ def of_stage(model: Model, stages: int) -> Model:
 
 
 def layer_patterns(model: Model) -> list[tuple[str, Variant]]:
-    """The kind and the variant of each layer, of which patterns of stages are made."""
+    """Returns (kind, variant) of each layer; patterns of stages are sequences of these."""
     return [(layer.kind, layer.variant) for layer in model.order]
 
 
@@ -74,7 +74,7 @@ def with_pattern(segments: Sequence[Segment], pattern: Sequence[tuple[str, Varia
 
 
 def _takes_inputs(model: Model, stages: int) -> bool:
-    """True if blocks of a stage are `padded`, and ask whether they compute."""
+    """True if blocks of a stage are `padded` and read `RecipeInputs.computes`."""
     return in_lockstep(model) or stacked_layers(model.num_layers, stages) > model.num_layers
 
 

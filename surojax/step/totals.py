@@ -59,16 +59,16 @@ class LayerTotals(NamedTuple):
 
     @classmethod
     def of_forward(cls, routed: Routed | None) -> "LayerTotals":
-        """Makes those of a block's forward computation. routed: its router's results."""
+        """Makes the totals of a block's forward computation. routed: its router's results."""
         return cls(statistics=None if routed is None else varying(routed.statistics, AXES))
 
     @classmethod
     def of_backward(cls, observed: jax.Array | None) -> "LayerTotals":
-        """Makes those of a block's backward computation. observed: see `Segment.block_backward`."""
+        """Makes the totals of a block's backward computation. observed: see `Segment.block_backward`."""
         return cls(observed=observed)
 
     def plus(self, other: "LayerTotals") -> "LayerTotals":
-        """Adds those of another microbatch."""
+        """Adds the totals of another microbatch."""
         return LayerTotals(
             _both(jnp.add, self.statistics, other.statistics),
             _both(jnp.add, self.squares, other.squares),

@@ -1,4 +1,4 @@
-"""What a step does with one microbatch on one device: begin, layer, head, layer backward, end. Once a step: finish.
+"""The computations of a step on one microbatch: begin, layer, head, layer backward, end. Once a step: finish.
 
     begin             x = embed(tokens)                             OuterLayers.embed
     layer             x, saved = block(w, x)                        LayerVerbs.forward
@@ -120,7 +120,7 @@ def head(
 
 
 def end(outer: OuterLayers, tokens_BS: jax.Array, dx_BSD: jax.Array, totals: Totals) -> Totals:
-    """Adds the gradient of the embedding from that of the first layer's input."""
+    """Adds the embedding's gradient, computed from that of the first layer's input."""
     return totals._replace(d_outer=outer.push_embed(totals.d_outer, tokens_BS, dx_BSD))
 
 

@@ -1,5 +1,6 @@
 """Prints a run's size and predicted time before it starts, and a sample of its text at the end."""
 
+import itertools
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,7 +16,7 @@ from surojax.config.fields import Config
 from surojax.data.cache import Corpus
 from surojax.data.tokenizer import Tokenizer
 from surojax.errors import ConfigError
-from surojax.inference.prompts import complete
+from surojax.inference.prompts import continue_ids, text_ids
 from surojax.inference.trained_model import Trained
 from surojax.memory.nvme import Claimed
 from surojax.models.kinds.targets import adaptable
@@ -43,6 +44,8 @@ from surojax.planner.prediction import Prediction
 from surojax.run.console import say
 
 PAGE, TRACE = "report.html", "trace.json"
+LONGEST_PROMPT = 512  # tokens of a prompt that is sampled from at the end
+BEGINNING = 64  # tokens of a text that is continued at the end
 
 
 def describe_run(c: Config, run: Assembly, devices, need: dict[str, int]) -> None:
@@ -106,7 +109,7 @@ def budget(model: Model, tokens: int, *, is_new: bool) -> str:
 def print_prediction(
     c: Config, run: Assembly, compiled, devices, disk: Claimed, trace: Path | None = None
 ) -> Prediction:
-    """Predicts the compiled step's time, and prints it if the planner knows the GPU. It never ends a run.
+    """Predicts the compiled step's time, and prints it if the planner has rates of the GPU. It never ends a run.
 
     disk: what was measured of the run's files; each process has its own. trace: a file for the simulated step
     (`prediction.trace`); an older one is deleted. A few seconds at most: a step is simulated about 20 times, 0.05 s
@@ -187,8 +190,21 @@ def peak_flops(devices, run: Assembly, sequence_len: int) -> float | None:
 
 def sample_text(c: Config, run: Assembly, weights, tokenizer: Tokenizer, held_out: Corpus) -> str:
     """Returns the prompt and the model's continuation, with control characters escaped."""
-    prompt = c.sample_prompt or tokenizer.decode(held_out.tokens[:64])
+    prompt = text_ids(tokenizer, c.sample_prompt) if c.sample_prompt else held_out_prompt(held_out, tokenizer)
     options = {"max_tokens": c.sample_tokens, "temperature": c.sample_temperature, "seed": c.seed}
-    text = complete(Trained(run.model, weights, tokenizer, None), prompt, **options)
+    text = continue_ids(Trained(run.model, weights, tokenizer, None), prompt, **options)
     shown = (x if x.isprintable() or x in "\n\t" else x.encode("unicode_escape").decode() for x in text)
-    return f"--- prompt\n{prompt}\n--- continuation\n{''.join(shown)}\n---"
+    return f"--- prompt\n{c.sample_prompt or tokenizer.decode(prompt)}\n--- continuation\n{''.join(shown)}\n---"
+
+
+def held_out_prompt(held_out: Corpus, tokenizer: Tokenizer) -> np.ndarray:
+    """Returns the token ids of a held-out example up to its first answer, or the beginning of the held-out text.
+
+    The example is the first one with a prompt of at most `LONGEST_PROMPT` tokens, template included.
+    """
+    if held_out.trained is not None:
+        for start, stop in itertools.pairwise(held_out.bounds):
+            answer = int(np.argmax(held_out.trained[start:stop]))
+            if 0 < answer <= LONGEST_PROMPT:
+                return np.asarray(held_out.tokens[start : start + answer])
+    return text_ids(tokenizer, tokenizer.decode(held_out.tokens[:BEGINNING]))

@@ -26,6 +26,7 @@ from surojax.training.resume import block_identity, check_same, find_resume, goe
 from surojax.training.setup import Setup
 
 FEW_STEPS = 20  # of a run from a model: with fewer, a line says how to take more
+FEW_EPOCHS = 10  # of a small data set: a run of as many steps as they should have is long enough
 SMALL_EPOCH = 10  # steps of an epoch whose samples fill fewer batches than gradient_accumulation_steps
 
 
@@ -97,9 +98,12 @@ def find_start(c: Config, setup: Setup) -> Start:
     last = position + max(total_steps - first_step, 0) * samples_per_step
     if line := samples_line(last, len(samples), c.num_epochs, c.max_steps):
         say(f"data: {line}")
-    if c.model_path and not (c.max_steps or resume) and total_steps < FEW_STEPS:
-        epochs = c.num_epochs * -(-FEW_STEPS // total_steps)
-        say(f"data: {total_steps} steps are few to learn from: --num_epochs {epochs} takes {FEW_STEPS} or more")
+    if (
+        c.model_path
+        and not (c.max_steps or resume)
+        and (line := few_steps_line(c, total_steps, len(samples), batch_size))
+    ):
+        say(f"data: {line}")
     check_schedule(c, total_steps)
     of_data = (c, tokenizer, found, batch_size, samples_per_step)
     return Start(*of_data, identity, adapter, resume, in_files, meta, first_step, position, total_steps)
@@ -111,16 +115,41 @@ def with_smaller_steps(c: Config, num_samples: int, batch_size: int) -> Config:
     num_samples: of an epoch. batch_size: samples in a microbatch of all devices. The epoch then has `SMALL_EPOCH` steps
     or a step for each batch. Unchanged with fewer samples than one batch, or where microbatches come in groups.
     """
-    batches = num_samples // batch_size
-    grouped = c.pp_size > 1 or c.microbatches_per_fetch > 1
-    if not 0 < batches < c.gradient_accumulation_steps or grouped:
+    fits = smaller_accumulation(c, num_samples // batch_size)
+    if fits is None or num_samples // batch_size >= c.gradient_accumulation_steps:
         return c
-    fits = max(1, batches // SMALL_EPOCH)
     step = f"the {batch_size * c.gradient_accumulation_steps:,} of a step"
     say(f"data: {num_samples:,} samples are fewer than {step}: gradient_accumulation_steps is {fits} in this run")
     c = copy.deepcopy(c)
     c.gradient_accumulation_steps = fits
     return c
+
+
+def smaller_accumulation(c: Config, batches: int) -> int | None:
+    """Returns a smaller gradient_accumulation_steps for an epoch of so many batches to have `SMALL_EPOCH` steps.
+
+    It is 1 if there are fewer batches than that. None: the epoch has these steps, less than a batch, or microbatches
+    come in groups.
+    """
+    fits = max(1, batches // SMALL_EPOCH)
+    grouped = c.pp_size > 1 or c.microbatches_per_fetch > 1
+    return None if not batches or grouped or fits >= c.gradient_accumulation_steps else fits
+
+
+def few_steps_line(c: Config, total_steps: int, num_samples: int, batch_size: int) -> str:
+    """Says how to take more steps if a run has few; "" if not. num_samples, batch_size: see `with_smaller_steps`."""
+    epoch = num_samples // (batch_size * c.gradient_accumulation_steps)
+    fits = smaller_accumulation(c, num_samples // batch_size)
+    if fits and total_steps < FEW_EPOCHS * SMALL_EPOCH:
+        more = num_samples // (batch_size * fits)
+        return (
+            f"epochs of {epoch} step{'s' * (epoch > 1)} are short: --gradient_accumulation_steps {fits} makes {more} "
+            "steps of each, with as much computation"
+        )
+    if total_steps < FEW_STEPS:
+        epochs = c.num_epochs * -(-FEW_STEPS // total_steps)
+        return f"{total_steps} steps are few to learn from: --num_epochs {epochs} takes {FEW_STEPS} or more"
+    return ""
 
 
 def steps_of(num_samples: int, samples_per_step: int) -> int:

@@ -318,7 +318,7 @@ def pairs_as_halves(x: jax.Array) -> jax.Array:
 
 
 def of_all_tokens(known: Latents) -> Latents:
-    """Gathers those of the whole sequence, or of a whole chunk, from the GPUs of `cp`."""
+    """All-gathers the latents of a whole sequence or chunk from the GPUs of `cp`."""
     return Latents(*(context.gather_tokens(x) for x in known)) if context.is_divided() else known
 
 
