@@ -28,6 +28,7 @@ NOT_READ = {
     ("granitemoe", "gguf"): "architecture granitemoe is not supported",
     ("glm4_moe", "gguf"): "architecture glm4moe is not supported",
     ("lfm2_moe", "gguf"): "architecture lfm2moe is not supported",
+    ("olmo3", "gguf"): "architecture olmo2 is not supported",
     ("gpt_oss", "gguf"): "TypeError: only 0-dimensional arrays",
 }
 OF_EXPERTS = ("olmoe", "mixtral", "qwen3_moe", "glm4_moe", "qwen3_5_moe_text", "qwen3_next")
