@@ -94,7 +94,7 @@ def _kind(module: Module, i: Instruction, target: str, moved: int) -> str:
         return "other product"
     if moved < SMALL:
         return "small"
-    return "fused kernel" if "mosaic" in target else "pass by XLA"
+    return "fused kernel" if "mosaic" in target or "triton" in target else "pass by XLA"
 
 
 def product_flops(module: Module) -> int:

@@ -42,6 +42,12 @@ def choose(op: str, implementation: Implementation) -> Literal["mosaic", "xla"]:
     return implementation or automatic(jax.config.jax_default_device)  # pyright: ignore[reportAttributeAccessIssue]
 
 
+def target() -> Any:
+    """The device that a program is for."""
+    device = jax.config.jax_default_device  # pyright: ignore[reportAttributeAccessIssue]
+    return jax.devices(device)[0] if device is None or isinstance(device, str) else device
+
+
 @functools.cache
 def automatic(device: Any = None) -> Literal["mosaic", "xla"]:
     """The implementation that `implementation=None` selects on a device or platform; None: on the first device."""
@@ -112,7 +118,7 @@ def launch(
     NVIDIA GPU.
     """
     if not interpret:
-        operands = (_for_gpu.bind(operands[0], op=op), *operands[1:])
+        operands = (for_nvidia_gpu(operands[0], op), *operands[1:])
     varying = frozenset().union(*(varying_axes(x) for x in operands))
     # JAX has no references to values that vary over mesh axes: such operands are typed as not varying, the results as
     # varying.
@@ -138,6 +144,11 @@ def launch(
 _for_gpu = Primitive("for_nvidia_gpu")
 _for_gpu.def_abstract_eval(lambda x, *, op: x)
 batching.defvectorized(_for_gpu)
+
+
+def for_nvidia_gpu(x: jax.Array, op: str) -> jax.Array:
+    """Returns x. Raises Unserved if the program runs on, or is lowered for, a device that is not an NVIDIA GPU."""
+    return _for_gpu.bind(x, op=op)
 
 
 @_for_gpu.def_impl

@@ -162,8 +162,23 @@ def run_verb(name: str, arguments: list[str]) -> None:
     runpy.run_module(f"surojax.{name}", run_name="__main__", alter_sys=True)
 
 
+def open_closed_streams() -> None:
+    """Opens /dev/null in place of standard streams that are closed, as services may have them.
+
+    Else the next file that is opened, such as one of a run's state, gets the descriptor, and what libraries print.
+    """
+    for descriptor, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # gets the lowest number that is free
+        if getattr(sys, name) is None:
+            setattr(sys, name, os.fdopen(descriptor, "w" if descriptor else "r"))
+
+
 def main() -> None:
     """Runs the command, which ends without a word if whoever reads its output has ended, as `head` does."""
+    open_closed_streams()
     try:
         run_arguments()
         sys.stdout.flush()

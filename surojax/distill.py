@@ -24,7 +24,6 @@ import numpy as np
 
 from surojax.assembly.assemble import Assembly
 from surojax.assembly.from_config import from_config
-from surojax.assembly.xla_options import compiler_options
 from surojax.config import checks, fields as configs
 from surojax.config.fields import Config
 from surojax.config.flags import parse_flags
@@ -54,6 +53,7 @@ from surojax.refusals.refusal import about, refuse
 from surojax.run.console import say
 from surojax.step import train_step
 from surojax.training.initial_state import fresh_state
+from surojax.training.program_options import program_options
 
 EVERY = 60.0  # seconds between lines
 
@@ -90,7 +90,7 @@ def distill(config: Config) -> Path:
             say(f"labels: all {len(train):,} samples are labelled in {folder}")
             return folder
         engine = dataclasses.replace(run.engine, objective=labelling(c, states))
-        labeller = _Labeller(dataclasses.replace(run, engine=engine), mesh, batch_size, c.sequence_len, names)
+        labeller = _Labeller(c, dataclasses.replace(run, engine=engine), mesh, batch_size, names)
         weights = fresh_state(c, run, initial).weights
         if states:
             write_head(folder, np.asarray(jax.device_get(weights[OUTER][run.model.head])))
@@ -152,16 +152,14 @@ def _check_states(c: Config) -> None:
 class _Labeller:
     """Labels samples with a teacher's compiled forward pass. names: of the labels' arrays."""
 
-    def __init__(
-        self, run: Assembly, mesh: jax.sharding.Mesh, batch_size: int, sequence_len: int, names: Sequence[str]
-    ):
+    def __init__(self, c: Config, run: Assembly, mesh: jax.sharding.Mesh, batch_size: int, names: Sequence[str]):
         self.names = names
         self.batch_size = batch_size
-        self.tokens = sequence_len
+        self.tokens = c.sequence_len
         self.arrays = run.engine.batch_arrays
         self.sharding = batch_sharding(mesh, accumulated=False)
-        batch = run.engine.planned_batch((batch_size, sequence_len), self.sharding)
-        options = compiler_options(run, mesh.devices.flat[0].platform)
+        batch = run.engine.planned_batch((batch_size, c.sequence_len), self.sharding)
+        options = program_options(c, run, mesh.devices.flat[0].platform)
         self.step = run.eval_step().lower(run.plan.weights, *batch).compile(options)
 
     def __call__(self, weights, samples: Samples, labels: Labels) -> None:

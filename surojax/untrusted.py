@@ -14,6 +14,7 @@ from surojax.errors import ConfigError, shown
 MiB = 1 << 20
 SMALL = 16 * MiB  # bytes of a file of settings
 TRAINED = "a checkpoint, a run's output_dir, a Hugging Face folder or a GGUF file"  # that a command opens
+POINTER = b"version https://git-lfs.github.com/spec/"  # the beginning of a file that Git LFS has not fetched
 MAX_DEPTH = 100  # of lists and objects in each other
 
 
@@ -45,14 +46,22 @@ def check_there(option: str, path: str | Path, expected: str, otherwise: str = "
 def check_file(path: Path) -> int:
     """Checks that a path is a regular file, and returns its size in bytes.
 
-    Raises OSError if it is a pipe, a device or a folder, or is not there.
+    Raises OSError if it is a pipe, a device or a folder, is not there, or was not fetched by Git LFS.
     """
     status = path.stat()
     if stat.S_ISDIR(status.st_mode):
         raise IsADirectoryError(errno.EISDIR, "Is a directory", str(path))
     if not stat.S_ISREG(status.st_mode):
         raise OSError(errno.EINVAL, "it is a pipe or a device; save it first", str(path))
+    if is_pointer(path):
+        raise OSError(errno.EINVAL, "it is a pointer of Git LFS; run git lfs pull in its folder", str(path))
     return status.st_size
+
+
+def is_pointer(path: Path) -> bool:
+    """Returns True for a file that Git LFS has not fetched, and so names its content. Raises OSError."""
+    with path.open("rb") as file:
+        return file.read(len(POINTER)) == POINTER
 
 
 def read_bytes(path: Path, most: int = SMALL) -> bytes:

@@ -364,6 +364,7 @@ def test_a_folder_that_cannot_be_written(source, tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match=r"data_cache: expected a folder that can be written, got '.*file/cache'"):
         load(source, tmp_path / "file" / "cache")
+    assert entries_module.open_entry(tmp_path / "file" / "a", "a", pytest.fail) is None  # and not damaged
 
 
 def test_bad_data_leaves_nothing(source, tmp_path):

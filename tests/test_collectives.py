@@ -165,6 +165,15 @@ def test_terms_in_bfloat16_are_added_up_in_float32(reduce):
         assert (np.abs(np.asarray(narrow) - exact) > half_step).any()  # a sum in bfloat16 is further away
 
 
+def test_an_array_is_gathered_along_the_dimension_that_it_is_cut_along():
+    """Nothing is sent of one that is stored as it is wanted."""
+    whole = {name: x[0] for name, x in terms().items()}
+    gathered = lambda tree: {name: collectives.reshard(x, LAYOUTS[name], REPLICATED) for name, x in tree.items()}
+    specs = {name: layout.stored for name, layout in LAYOUTS.items()}
+    f = jax.shard_map(gathered, mesh=make_mesh(jax.devices()), in_specs=(specs,), out_specs=jax.P())
+    chex.assert_trees_all_equal(jax.jit(f)(whole), whole)
+
+
 def test_the_norm_is_added_up_in_float32():
     """bfloat16 has no number between 4096 and 4112."""
     tree, layouts = {"w": jnp.ones((17, 241), jnp.bfloat16)}, {"w": REPLICATED}

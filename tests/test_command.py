@@ -65,6 +65,15 @@ def test_a_reader_that_has_ended_is_no_error():
     assert (ended.returncode, ended.stderr) == (128 + signal.SIGPIPE, b"")
 
 
+def test_closed_streams_are_opened():
+    """As services may have them; the next file that is opened would get what libraries print."""
+    code = "from surojax import __main__ as m; m.open_closed_streams(); m.sys.argv[1:] = ['--version']; m.main(); "
+    code += "import os; assert os.open('/', os.O_RDONLY) > 2"
+    script = f"exec {shlex.join([sys.executable, '-c', code])} <&- >&-"
+    ended = subprocess.run(["sh", "-c", script], cwd=ROOT, capture_output=True, check=False)
+    assert (ended.returncode, ended.stderr) == (0, b"")
+
+
 @pytest.mark.parametrize("word, meant", [("trian", "train"), ("evalute", "evaluate"), ("x", ""), ("--trian", "train")])
 def test_an_unknown_verb_is_one_line(monkeypatch, capsys, word, meant):
     code, out, err = said(monkeypatch, capsys, word)

@@ -7,6 +7,7 @@ issue 46231), which gives wrong gradients without an error.
 import functools
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import jax
@@ -16,11 +17,15 @@ import pytest
 from small import quick_at
 from test_plan import ALL, compiled_step, config, needs_compiler
 
-from surojax.assembly.xla_options import NO_GRAPHS, compiler_options
+from pallas_kernels.dispatch import Unserved
+from surojax.assembly.xla_options import MEMORY_LIMIT, NO_GRAPHS, compiler_options
+from surojax.errors import ConfigError
 from surojax.numerics import ordered_sums
 from surojax.placement import cuda_plugin
-from surojax.planner import aot, costs, footprint, hlo
+from surojax.planner import aot, costs, footprint, hlo, run_plan as planner, traffic
+from surojax.planner.gpus import GPUS
 from surojax.step import outer
+from surojax.training import run_programs
 
 # -- Sums of rows ----------------------------------------------------------------------------------------------------
 
@@ -79,11 +84,15 @@ STEPS = [
 ]
 
 
+# XLA's option of "exact" would sort what a scatter without `unique_indices` writes, so that none would be left to see.
+AS_WRITTEN = {"xla_gpu_exclude_nondeterministic_ops": False}
+
+
 @functools.cache
 def text_of(place: str, number: int) -> str:
     """The compiled text of a step of STEPS or PLACED."""
     gpus, changes = {"resident": STEPS, "offloaded": PLACED}[place][number]
-    return compiled_step(gpus, **changes)
+    return compiled_step(gpus, AS_WRITTEN, **changes)
 
 
 def unordered_scatters(text: str) -> list[str]:
@@ -112,6 +121,15 @@ def atomics(folder: Path) -> list[str]:
 def test_no_place_is_written_twice_by_a_scatter(number):
     """A place that is written several times is atomic operations on a GPU, in the order in which blocks run."""
     assert not unordered_scatters(text_of("resident", number))
+
+
+@needs_compiler
+@pytest.mark.full
+def test_exact_excludes_nothing_that_a_step_has():
+    """With XLA's option, which would sort scatters that may write a place twice, a step is the same program."""
+    gpus, changes = STEPS[0]
+    assert changes["xla_options"] == "exact"
+    assert compiled_step(gpus, **changes) == text_of("resident", 0)
 
 
 @needs_compiler
@@ -200,19 +218,58 @@ def test_a_turned_slice_is_noticed():
 # -- Options of XLA --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("xla_options", ["overlap", "exact", "default"])
-def test_plan_and_train_compile_the_same_program(xla_options):
-    """What a plan adds changes no program: how much kernels are optimised, and whether products are timed."""
-    run = footprint.assembly(config(gpus=1, xla_options=xla_options))
-    trained = compiler_options(run, "gpu")
+FASTER_TO_COMPILE = {  # what `plan` alone asks for: how much kernels are optimised, and whether products are timed
+    "xla_backend_optimization_level",
+    "xla_gpu_disable_gpuasm_optimizations",
+    "xla_gpu_autotune_level",
+}
+
+
+def options_of_plan(monkeypatch, c, gpu) -> dict:
+    """The options that `plan` hands to XLA for a step."""
+    handed: list[dict] = []
+
+    def compile_for(function, arguments, mesh, options=None):
+        handed.append(aot.XLA_OPTIONS | (options or {}))
+        raise Unserved("enough")
+
+    monkeypatch.setattr(aot, "compile_for", compile_for)
+    run = footprint.assembly(c)
+    with pytest.raises(ConfigError, match="enough"):
+        planner._compiled(c, gpu, run, run.mesh, traffic.batch_of(c), None, None)
+    return handed[0]
+
+
+def options_of_train(monkeypatch, c, gpu) -> dict:
+    """The options that `train` hands to XLA for a step on a GPU."""
+    monkeypatch.setattr(run_programs, "memory_limit", lambda device: gpu.memory_bytes)
+    monkeypatch.setattr(run_programs, "own_device", lambda devices: devices[0])
+    return run_programs.step_options(c, footprint.assembly(c), [SimpleNamespace(platform="gpu")])
+
+
+@pytest.mark.parametrize("place", [{}, ALL], ids=["resident", "offloaded"])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"xla_options": "exact"},
+        {"xla_options": "default", "cuda_graphs": "small"},
+        {"recipe": "fp8_hybrid", "gpus": 2, "zero_level": 3},
+    ],
+    ids=["overlap", "exact", "default", "fp8"],
+)
+def test_plan_and_train_compile_the_same_program(monkeypatch, tmp_path, changes, place):
+    """Both hand the same options to XLA, for as much memory, but for those that change no program."""
+    c, gpu = config(**{"gpus": 1} | changes | place), GPUS["h200"]
+    c.data_cache = str(tmp_path)
+    planned, trained = (options(monkeypatch, c, gpu) for options in (options_of_plan, options_of_train))
     assert trained["xla_gpu_enable_triton_gemm"] is False
-    added = {name: value for name, value in aot.XLA_OPTIONS.items() if name not in trained}
-    assert added.keys() <= {
-        "xla_backend_optimization_level",
-        "xla_gpu_disable_gpuasm_optimizations",
-        "xla_gpu_autotune_level",
-    }
-    assert all(trained[name] == value for name, value in aot.XLA_OPTIONS.items() if name in trained)
+    assert (MEMORY_LIMIT in trained) == (c.xla_options != "default")
+    assert trained.pop("xla_gpu_per_fusion_autotune_cache_dir") == str(tmp_path / "kernels")
+    assert planned.items() >= trained.items()
+    assert planned.keys() - trained.keys() <= FASTER_TO_COMPILE
+    described = re.search(r"device_memory_size: (\d+)", aot.target_config(gpu))
+    assert described and int(0.8 * int(described[1])) == pytest.approx(gpu.memory_bytes, abs=1)
 
 
 @pytest.mark.parametrize("xla_options", ["overlap", "exact", "default"])

@@ -1,6 +1,7 @@
 """A row means the same in every file: the same examples from each format, or the same refusal."""
 
 import bz2
+import contextlib
 import csv
 import datetime
 import decimal
@@ -226,14 +227,14 @@ SAME: dict[str, Rows] = {
 }
 TEMPLATE = (
     "{% for t in tools or [] %}{{ t | tojson }}{% endfor %}{% for m in messages %}<{{ m.role }}>{{ m.content }}"
-    "{% for c in m.tool_calls or [] %}{{ c.function.arguments | tojson }}{% endfor %}{{ m.keys() | list | sort }}</>"
+    "{% for c in m.tool_calls or [] %}{{ c.function | tojson }}{% endfor %}{{ m.keys() | list | sort }}</>"
     "{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
 )
 REFUSED = list(SAME)[list(SAME).index("an empty answer") :]
 TYPES = {"rated": "unpaired", "rated by numbers": "unpaired", "a label that is none": "unpaired"}
 
 
-def meaning(rows: Path | GivenRows, type_: str = "auto") -> list[Any]:
+def meaning(rows: Path | GivenRows | Rows, type_: str = "auto") -> list[Any]:
     """The examples of rows, as lists, or the reasons why a row is none, or the message of what ends a run."""
     opened = lambda *_: rows
     path = str(rows) if isinstance(rows, Path) else "the rows given"
@@ -267,6 +268,10 @@ def test_a_row_means_the_same_in_every_file(tmp_path, kind):
         expected = expected or found
         assert found == expected, name
     assert meaning(GivenRows(rows), TYPES.get(kind, "auto")) == expected
+    with contextlib.suppress(pa.ArrowException):
+        table = table_of(rows)
+        for given in (GivenRows(table), table.to_pylist()):  # the latter as a set of the `datasets` library
+            assert meaning(given, TYPES.get(kind, "auto")) == expected
     assert expected and (kind in REFUSED) == any(isinstance(x, str) for x in expected)
 
 
@@ -380,6 +385,13 @@ def test_the_null_of_pandas_is_no_value(tmp_path):
     missing = pandas.DataFrame({"instruction": ["a", "c"], "input": ["b", pandas.NA], "output": ["1", "2"]})
     for given in (frame, frame.to_dict("records"), missing, missing.convert_dtypes(), pa.table(frame)):
         assert meaning(GivenRows(given)) == expected
+    with_null = pandas.DataFrame({"text": pandas.array(["a", None], dtype="string"), "n": [1, 2]})
+    for given in (with_null, with_null.convert_dtypes(dtype_backend="pyarrow"), pa.table(with_null)):
+        assert meaning(GivenRows(given))[0] == ["Item", "BlankRow"]
+    odd = [{"messages": [{"role": np.ones(2), "from": "user", "content": np.array(["a"], object)}]}]
+    assert "'role' or 'from' in message 1, got two that differ" in meaning(GivenRows(odd))[1]
+    with pytest.raises(ConfigError, match="data: expected an iterable of rows, got set; put it in a list"):
+        GivenRows({"a", "b"})
     with pytest.raises(ConfigError, match="data: expected a header with different names, got a, a; "):
         GivenRows(pandas.DataFrame([[1, 2]], columns=["a", "a"]))
     series = pandas.Series(["a", None, float("nan"), "b"])

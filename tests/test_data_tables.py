@@ -4,16 +4,20 @@ The rows are written here again, from those who publish them: a test that takes 
 notice a row that is missing.
 """
 
+import datetime
+import decimal
 import errno
 import fcntl
 import json
 import os
+import uuid
 
+import numpy as np
 import pytest
 import tokenizers
 
 from surojax import ConfigError
-from surojax.data import cache, fitting, gguf_tokenizer, repeats, splits
+from surojax.data import cache, fitting, gguf_tokenizer, repeats, splits, values
 from surojax.data.cells import decoded
 from surojax.data.conversations import Conversation
 from surojax.data.data_rows import DataRow, NotARow
@@ -232,6 +236,23 @@ def test_words_of_splits_in_names(tmp_path, word, split):
     own = {paths[name] for name, of in of_others.items() if of == split}
     assert chosen.files == {paths[name] for name in found} | own | beside
     assert chosen.others == sorted({"train", "validation", "test"} - {split})
+
+
+ANYTHING = object()
+PLAIN = [  # a value in a table, and what JSON has for it
+    *((np.int64(5), 5), (np.float32(0.5), 0.5), (np.bool_(True), True), (np.str_("a"), "a"), (np.uint8(0), 0)),
+    *((decimal.Decimal("2.0"), 2), (decimal.Decimal("2.5"), 2.5), (datetime.date(2026, 1, 2), "2026-01-02")),
+    *((datetime.datetime(2026, 1, 2, 3, 4, 5), "2026-01-02T03:04:05"), (datetime.time(3, 4), "03:04:00")),
+    *((datetime.timedelta(hours=1), "1:00:00"), (uuid.UUID(int=1), "00000000-0000-0000-0000-000000000001")),
+    *((np.datetime64("2026-01-02"), "2026-01-02"), (np.datetime64("NaT", "D"), None)),
+    *((b"ab", "ab"), (b"\xff", b"\xff"), (ANYTHING, ANYTHING), (None, None), ({1: (np.int8(1),)}, {"1": [1]})),
+]
+
+
+@pytest.mark.parametrize("value, expected", PLAIN, ids=range(len(PLAIN)))
+def test_values_of_tables_are_those_of_json(value, expected):
+    found = values.plain(value)
+    assert found == expected and type(found) is type(expected)
 
 
 # The settings that name fields of a whole conversation, and a row of each type of rows that reads others.

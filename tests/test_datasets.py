@@ -10,7 +10,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from surojax.data import datasets, files, texts
+from surojax.data import datasets, files, readers, texts
 from surojax.data.data_rows import BadRow, DataRow
 from surojax.data.datasets import Dataset, parse_dataset, read_dataset, resolve
 from surojax.data.items import Item, hold_out, item_key, new_hash
@@ -332,6 +332,22 @@ def test_the_first_row_decides_the_type(tmp_path, record, expected):
     assert resolve(parse_dataset({"path": str(path), "type": "text"})).type == "text"
 
 
+@pytest.mark.parametrize("kind, fields", [
+    ("conversation", ["messages"]), ("instruction", ["prompt", "completion"]), ("preference", ["chosen", "rejected"]),
+    ("rollout", ["prompt_ids", "completion_ids"]), ("tokens", ["input_ids"]), ("segments", ["segments"]),
+])  # fmt: skip
+def test_a_row_with_the_fields_of_several_types_is_of_the_wanted_one(tmp_path, kind, fields):
+    """As UltraFeedback's, which has the chosen conversation as `messages` too."""
+    others = ["messages", "prompt", "completion", "chosen", "rejected", "text", "input_ids"]
+    every = parse_dataset(
+        {"path": str(write(tmp_path / "a.jsonl", json.dumps(dict.fromkeys([*others, *fields], "a"))))}
+    )
+    assert resolve(every, wanted=kind).type == kind
+    assert resolve(every).type == resolve(every, wanted="text of another kind").type == "conversation"
+    alone = parse_dataset({"path": str(write(tmp_path / "b.jsonl", json.dumps(dict.fromkeys(fields, "a"))))})
+    assert resolve(alone, wanted="text").type == kind
+
+
 def test_a_type_that_cannot_be_decided(tmp_path):
     path = write(tmp_path / "a.jsonl", "{broken\n" + json.dumps({"prompt": "a", "body": "b"}))
     message = error_of(resolve, parse_dataset({"path": str(path)}))
@@ -376,7 +392,12 @@ def test_bad_csv_rows(tmp_path):
     assert "expected UTF-8 text in 'a'" in reason_of(found[3])
     assert "expected comma-separated cells" in reason_of(found[5])
     assert "a header with different names, got a, a" in error_of(rows, write(path, "a,a\n1,2\n"))
-    assert "a header with different names, got a, " in error_of(rows, write(path, "a,\n1,2\n"))
+    assert "a header with different names, got a, , " in error_of(rows, write(path, "a,,\n1,2,3\n"))
+    for mark in (";", "\t", "|"):
+        message = error_of(rows, write(path, f"prompt{mark}completion\na{mark}b, c\n"))
+        assert f"{path}:1: expected a header with commas" in message and f"in place of {mark!r}" in message
+    (indexed,) = rows(write(path, ",text\n0,a;b\n"))  # pandas writes its index into a column without a name
+    assert indexed.record == {readers.INDEX: "0", "text": "a;b"}
 
 
 def test_a_damaged_parquet_file(tmp_path):
@@ -395,6 +416,11 @@ def test_errors_of_files(tmp_path):
     assert "got none" in error_of(rows, write(tmp_path / "a.jsonl", "\n\n"))
     assert "got none" in error_of(rows, write(tmp_path / "a.csv", "a,b\n"))
     assert "'.md'" in error_of(rows, write(tmp_path / "a.md", "text"))
+    for name in ("lfs.jsonl", "lfs.parquet", "lfs.txt"):
+        pointer = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n"
+        assert "a pointer of Git LFS; run git lfs pull" in error_of(rows, write(tmp_path / name, pointer))
+    over_lines = rows(write(tmp_path / "over_lines.json", json.dumps({"text": "a", "b": {}}, indent=1)))
+    assert reason_of(over_lines[0]).endswith("; write each object on one line")
     os.mkfifo(tmp_path / "pipe.txt")
     assert "got a pipe or a device" in error_of(rows, tmp_path / "pipe.txt")
     (tmp_path / "empty").mkdir()
@@ -434,6 +460,17 @@ def test_ten_items_or_a_tenth_of_them_are_held_out_at_least(rows, expected):
         {item.content for item, is_out in hold_out(of, 0.01, lambda _: None) if is_out} for of in (made, made[::-1])
     ]
     assert held_out[0] == held_out[1] and len(held_out[0]) == expected
+
+
+@pytest.mark.parametrize("bad_at", (0, 1, 2, 7))
+def test_rows_that_cannot_be_read_are_not_held_out(bad_at):
+    """Wherever they are, and beside a single row, which is split, as beside many."""
+    for rows in (1, 12):
+        made: list[Item] = [Item(str(i), item_key(new_hash(str(i).encode())), 1) for i in range(rows)]
+        made.insert(bad_at, Item(BadRow("x", "damaged"), 0, 1))
+        found = list(hold_out(made, 0.01, lambda item: (item, item)))
+        assert [is_out for item, is_out in found if isinstance(item.content, BadRow)] == [False]
+        assert sum(is_out for _, is_out in found) == {1: 1, 12: 2}[rows]
 
 
 def test_copies_are_on_one_side():

@@ -172,15 +172,14 @@ def test_nothing_passes_a_border():
     assert np.abs(out[:, :7] - same[:, :7]).max() > 0.1
 
 
-@pytest.mark.full
-def test_gradients_are_slopes():
+def check_slopes(rule=gated_delta_rule) -> None:
     """By finite differences, along a direction drawn for each input."""
     tokens, state = drawn(1, length=9)
     starts = starts_of([4], 9)[None]
 
     @jax.jit
     def value(tokens, state):
-        out, after = gated_delta_rule(tokens, starts, state, ChunkSizes(4, 2))
+        out, after = rule(tokens, starts, state, ChunkSizes(4, 2))
         return jnp.sum(jnp.sin(out)) + jnp.sum(jnp.cos(after))
 
     arrays = (*tokens, state)
@@ -194,6 +193,11 @@ def test_gradients_are_slopes():
 
         slope = (at(1e-5) - at(-1e-5)) / 2e-5
         assert abs(slope - float(jnp.sum(grad * way))) <= 1e-8 * max(abs(slope), 1)
+
+
+@pytest.mark.full
+def test_gradients_are_slopes():
+    check_slopes()
 
 
 @pytest.mark.full

@@ -134,6 +134,12 @@ def test_loss_and_gradients_are_the_textbooks(name):
     assert worst_relative(grads, jax.device_get(expected_grads)) < ORDER_OF_SUMS
 
 
+class Head:
+    """A model whose logits are its hidden states: the head is the identity."""
+
+    head, logit_softcap, final = "head", 0.0, staticmethod(lambda outer, x: x)
+
+
 @pytest.mark.parametrize("kl", ["forward", "reverse"])
 def test_divergence_and_gradient_are_those_of_torch(kl):
     """Recorded by fixtures/make_distillation_reference.py: torch.nn.functional.kl_div of whole distributions."""
@@ -144,9 +150,6 @@ def test_divergence_and_gradient_are_those_of_torch(kl):
     objective = Distillation(1.0, temperature, kl, words)
     ids, logprobs = label(of_teacher, words, temperature)
 
-    class Head:  # the logits are the hidden states: a head that is the identity
-        head, logit_softcap, final = "head", 0.0, staticmethod(lambda outer, x: x)
-
     targets = {"labels": jnp.zeros(len(logits), jnp.int32), "teacher_ids": ids, "teacher": logprobs}
     outer = {"head": jnp.eye(words)}
     both = lambda logits: objective.loss_and_gradients(Head(), outer, (), logits, targets, jnp.float32(1), ())  # pyright: ignore
@@ -154,6 +157,27 @@ def test_divergence_and_gradient_are_those_of_torch(kl):
     np.testing.assert_allclose(loss, case["loss"], rtol=1e-5)
     np.testing.assert_allclose(gradient, case["gradient"], rtol=1e-4, atol=1e-6)
     np.testing.assert_allclose(objective.loss(Head(), outer, logits, targets, ()), case["loss"], rtol=1e-5)  # pyright: ignore
+
+
+@pytest.mark.parametrize("name", ["forward-8", "reverse-8"])
+def test_unlikely_tokens_have_the_textbooks_loss_and_gradient(name):
+    """Of which the teacher says one number; a token without a label counts in neither."""
+    objective = SETTINGS[name]
+    logits, of_teacher = teacher_logits()[1, 0], teacher_logits()[0, 0]
+    labels = jnp.arange(S) * 4 - 4 * (jnp.arange(S) % 5 == 0)
+    ids, logprobs = label(jnp.asarray(of_teacher), objective.top_k, objective.temperature)
+    targets = {"labels": labels, "teacher_ids": ids, "teacher": logprobs}
+    outer = {"head": jnp.eye(V)}
+    both = lambda logits: objective.loss_and_gradients(Head(), outer, (), logits, targets, jnp.float32(1), ())  # pyright: ignore
+    loss, _, gradient = jax.jit(both)(logits)
+
+    def of_textbook(logits):
+        of_tokens = jax.vmap(functools.partial(textbook, objective))(logits, jnp.maximum(labels, 0), of_teacher)
+        return jnp.sum(jnp.where(labels >= 0, of_tokens, 0.0))
+
+    expected, expected_gradient = jax.jit(jax.value_and_grad(of_textbook))(logits)
+    np.testing.assert_allclose(loss, expected, rtol=1e-5)
+    np.testing.assert_allclose(gradient, expected_gradient, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.full

@@ -20,12 +20,33 @@ from surojax.diagnosis import doctor_checks, machine, steps
 from surojax.diagnosis.verdict import FAILED, OK, SKIPPED, Asked, failed, ok, skipped
 from surojax.errors import ConfigError, Refused, StepError
 from surojax.planner import footprint, seen
+from surojax.planner.changes import changed
 from surojax.planner.gpus import GPUS
 from surojax.training import safe as options
 from surojax.verification import rows as verifier
 from surojax.verification.bounds import Bound
 from surojax.verification.settings import OFFLOADS, SETTINGS
 from surojax.verification.training import compiled_step
+
+CHECKS = {  # name: what runs, and the limit of its seconds, written again
+    "installation": (machine.installation, 120),
+    "host_memory": (machine.host_memory, 120),
+    "disk": (machine.disk, 120),
+    "rates": (machine.rates, 300),
+    "kernels": (steps.kernels, 600),
+    "step": (steps.step, 600),
+    "offloads": (steps.offloads, 1200),
+    "several": (steps.several, 900),
+    "copies": (steps.copies, 300),
+    "times": (steps.step_times, 300),
+}
+
+
+def test_the_table_of_checks():
+    assert {name: (check.run, check.seconds) for name, check in doctor_checks.CHECKS.items()} == CHECKS
+    helped = {option for check in doctor_checks.CHECKS.values() for option in check.options}
+    assert helped == {*OFFLOADS, "attention", "kernels", "xla_options", "copy_engines"}
+
 
 PAGE = (Path(__file__).parents[1] / "docs" / "doctor.md").read_text()
 ASKED = Asked("", "")
@@ -364,7 +385,10 @@ def test_offsets_of_host_slices_are_verified_on_a_gpu(monkeypatch):
     monkeypatch.setattr(verifier, "Curves", lambda *given: asked.append(given) or pytest.fail("enough"))
     with pytest.raises(pytest.fail.Exception, match="enough"):
         next(steps.offloads(ASKED))
-    assert asked[0][-1] == VERIFY_OFFSETS
+    assert asked[0][-1] == VERIFY_OFFSETS and asked[0][0].xla_options == "overlap"
+    on_gpu = [SimpleNamespace(platform="gpu")]  # where programs have the same kernels with "exact" only
+    assert verifier.to_the_bit(asked[0][0], on_gpu).xla_options == "exact"
+    assert verifier.to_the_bit(changed(asked[0][0], {"xla_options": "default"}), on_gpu).xla_options == "default"
     run, step = footprint.assembly(default_config()), SimpleNamespace(compile=lambda options: options)
     on = lambda platform: SimpleNamespace(run=run, devices=[SimpleNamespace(platform=platform)])
     assert VERIFY_OFFSETS.items() <= compiled_step(on("gpu"), step, VERIFY_OFFSETS).items()

@@ -145,6 +145,15 @@ def test_a_file_without_text(tmp_path, content):
     assert item_of(DataRow({"text": open_text(path)}, str(path))) == BlankRow(str(path))
 
 
+@pytest.mark.parametrize("content", ["a" + " " * 9, " " * 9 + "a", "    a    ", "\n" * 9])
+def test_a_file_has_text_if_any_part_of_it_has(tmp_path, monkeypatch, content):
+    monkeypatch.setattr(texts, "READ", 4)
+    path = tmp_path / "a.txt"
+    path.write_text(content)
+    found = item_of(DataRow({"text": open_text(path)}, str(path)))
+    assert isinstance(found, BlankRow) == (not content.strip())
+
+
 @pytest.mark.parametrize("text", ["", " \n", "\u3000\u2028", None])
 def test_a_row_without_text(text):
     assert item_of(DataRow({"text": text}, "a.jsonl:7")) == BlankRow("a.jsonl:7")

@@ -253,7 +253,7 @@ def test_calls_of_tools_are_trained_and_their_results_are_not():
 BAD_TALKS = [
     ({}, "messages in 'messages' or 'conversations', got no fields"),
     ({"text": "a"}, "got 'text'"),
-    ({"messages": None}, "got 'messages'"),
+    ({"messages": None}, "got null; remove the row"),
     ({"messages": "Hi"}, "a list of messages, got a str"),
     ({"messages": []}, "got an empty list"),
     ({"messages": ["Hi"]}, "message 1 as an object, got a str"),
@@ -335,8 +335,12 @@ def test_a_template_that_leaves_something_out():
     assert "without that of the system, 'Be.'" in reason_of(talk("a", "b", system=" Be. "), template=users)
     assert isinstance(encode(talk("a", "b"), template=users), Example)
     questions = template("{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}")
-    assert "to show the answer, got a text without it" in reason_of(talk("a", "b"), template=questions)
-    assert "to show the answer" in reason_of(talk("", "b"), template=template("{{ '' }}"), train_on="all")
+    for train_on in ("assistant", "last", "all"):
+        reason = reason_of(talk("a", "b"), template=questions, train_on=train_on)
+        assert "every part of an answer, got a text without the content of message 2, 'b'; write it" in reason
+        assert "to show the answer, got a text without it" in reason_of(
+            talk("", "!"), template=template("{{ '' }}"), train_on=train_on
+        )
     tools = talk("a", "b") | {"tools": [{"name": "look"}]}
     assert "expected no tools, which t.jinja does not show, got 1" in reason_of(tools, template=users)
     assert isinstance(encode(tools, dataclasses.replace(TALK, tools_field=""), template=users), Example)

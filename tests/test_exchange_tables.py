@@ -14,7 +14,9 @@ from surojax import ConfigError, default_config
 from surojax.assembly.from_config import model as model_of
 from surojax.exchange import adapter_config, gguf, huggingface, missing, parts, small_files, sources
 from surojax.exchange.naming import Naming
+from surojax.families import registry
 from surojax.families.registry import FAMILIES
+from surojax.models.lora import Lora
 
 # adapter_config.json as PEFT 0.21 writes it, and keys of earlier versions.
 PEFT: dict = {
@@ -63,13 +65,17 @@ PEFT: dict = {
 }
 
 
-def _read_adapter_config(folder, **changes):
+def _model(layers: int = 2):
     c = default_config()
-    c.model.update({"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 64})
+    c.model.update({"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": layers, "vocab_size": 64})
     c.model.update({"num_attention_heads": 2, "num_key_value_heads": 2})
+    return model_of(c)
+
+
+def _read_adapter_config(folder, **changes):
     content = {key: value for key, value in (PEFT | changes).items() if value != "left out"}
     (folder / "adapter_config.json").write_text(json.dumps(content))
-    return adapter_config.read_adapter_config(folder, model_of(c), Naming())[0]
+    return adapter_config.read_adapter_config(folder, _model(), Naming())[0]
 
 
 def test_an_adapter_config_with_all_that_peft_writes(tmp_path):
@@ -93,6 +99,10 @@ ODD = {
     "one layer": ({"target_modules": r"model\.layers\.1\.self_attn\.q_proj"}, None),
     "ranks by module": ({"rank_pattern": {"q_proj": 8}}, None),
     "alphas by module": ({"alpha_pattern": {"q_proj": 16}}, None),
+    "ranks and alphas by module that are those of all": (
+        {"rank_pattern": {"q_proj": 4, "k_proj": 4}, "alpha_pattern": {"q_proj": 8}},
+        {},
+    ),
     "patterns of null": ({"rank_pattern": None, "alpha_pattern": None}, {}),
     "no patterns": ({"rank_pattern": "left out", "alpha_pattern": "left out"}, {}),
     "some layers": ({"layers_to_transform": [0]}, None),
@@ -133,6 +143,21 @@ def test_adapter_configs_of_odd_shapes(tmp_path, case):
         if value is not None:
             assert getattr(found, name) == value, name
     assert settings.get("targets", 1) or len(found.targets) == 7
+
+
+@pytest.mark.parametrize("layers", (1, 3))
+def test_a_target_module_is_named_once_for_all_layers(layers):
+    adapted = Lora(4, 8.0, ("attention.wq", "mlp.w_down"))
+    content = adapter_config.adapter_config_of(adapted, _model(layers), "a/b", Naming())
+    assert content["target_modules"] == ["q_proj", "down_proj"]
+
+
+def test_tensors_that_no_family_has_keep_our_names():
+    """Those of each layer apart; the others are called as in the family that has most of them."""
+    found = registry.tensor_names({"attention.wq", "mlp.own", "norm"})
+    assert found["attention.wq"] == "model.layers.{l}.self_attn.q_proj.weight" and found["norm"] == "model.norm.weight"
+    assert found["mlp.own"] == "model.layers.{l}.mlp.own"
+    assert "mlp.own" not in registry.tensor_names({"attention.wq", "norm"})
 
 
 def test_names_of_tensors_in_image_text_models():
@@ -236,6 +261,9 @@ def test_folders_of_something_else(tmp_path):
         (tmp_path / name / "config.json").write_text("{}")
         expected = "one in the folder a in it; give that folder" if name == "a" else ""  # none of two is meant
         assert missing.held_instead(tmp_path) == expected
+    assert missing.misnamed(tmp_path, "i.json") == ""
+    (tmp_path / "model-00001-of-00002.safetensors").write_bytes(b"")
+    assert missing.misnamed(tmp_path, "i.json").startswith("model-00001-of-00002.safetensors; fetch i.json too, or ")
     (tmp_path / "b/adapter_config.json").write_text("{}")
     assert missing.adapter_instead(tmp_path) == ", such as the one in its folder b"
     (tmp_path / "m.gguf").write_bytes(b"")

@@ -311,6 +311,11 @@ B = A.replace("lora_A", "lora_B")
             "target_parameters: expected down_proj in every layer or in none, got",
         ),
         ({"rank_pattern": {"q_proj": 2}}, {}, "rank_pattern: expected gate_up_proj alone in it, got {'q_proj': 2}"),
+        (
+            {"rank_pattern": {"gate_up_proj": 6, "experts.gate_up_proj": 6}},
+            {},
+            "rank_pattern: expected gate_up_proj alone in it, got",
+        ),
         ({"rank_pattern": {"gate_up_proj": 9}}, {}, "rank_pattern: expected 3 or 6, got {'gate_up_proj': 9}; nothing"),
         (
             {"rank_pattern": {"gate_up_proj": 6}},

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from small import CONFIG, Small, drawn_params, normal, plain_loss, quick_at, tokens, worst_relative
+from small import CONFIG, Small, drawn_params, normal, plain_loss, plain_model, quick_at, tokens, worst_relative
 from test_engine import GEMMA, MINISTRAL, ORDER_OF_SUMS, SMOLLM
 from test_footprint import plan as planned, small as settings
 
@@ -33,6 +33,20 @@ def test_layers_say_which_rotary_embedding_they_have():
     assert rotary(GEMMA) == ["local", "global"] * 2 + ["local"]
     one_base = dataclasses.replace(GEMMA, rope_local_base_freq=0.0)
     assert rotary(one_base) == ["global"] * 5
+
+
+def test_scores_are_divided_by_the_root_of_a_number_of_the_model():
+    """In place of the root of head_dim = 8: the same as longer queries."""
+    plain = dataclasses.replace(CONFIG, num_hidden_layers=1)
+    params = drawn_params(plain, 0)
+    attention = params["blocks"]["attention"]
+    with_queries = lambda wq: params | {"blocks": params["blocks"] | {"attention": attention | {"wq": wq}}}
+    inputs, _ = tokens(2, 8)
+    divided = plain_model(dataclasses.replace(plain, query_pre_attn_scalar=5.0))
+    wq = 3000 * attention["wq"]  # scores that differ
+    expected = plain_model(plain)(with_queries(wq), inputs)
+    assert worst_relative(divided(with_queries(wq * np.sqrt(5 / 8)), inputs), expected) < ORDER_OF_SUMS
+    assert worst_relative(divided(with_queries(wq), inputs), expected) > 100 * ORDER_OF_SUMS
 
 
 @pytest.mark.full

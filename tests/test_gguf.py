@@ -6,8 +6,11 @@ Face.
 
 import importlib.util
 import json
+import re
 import shutil
+import types
 from pathlib import Path
+from typing import Any
 
 import chex
 import gguf
@@ -33,6 +36,7 @@ from surojax.inference.forward import cached_logits, empty_cache
 from surojax.inference.trained_model import load_trained
 from surojax.models.decoder import Decoder
 from surojax.models.rotary import RopeScaling, rope_frequencies
+from surojax.own_files import check_form
 
 NAMES = {
     "model.embed_tokens": "token_embd",
@@ -206,8 +210,11 @@ def test_llama_3_is_known_by_its_divisors(tmp_path):
             RopeScaling("yarn", 2.0, original_max_position_embeddings=64),
         ),
         ({"type": "none", "factor": 4.0}, RopeScaling()),
+        ({"factor": 4.0}, RopeScaling("linear", 4.0)),  # llama.cpp's type if none is said
+        ({"factor": 1.0}, RopeScaling()),
+        ({"factor": 0.0}, RopeScaling()),
     ],
-    ids=["linear", "linear_with_length", "yarn", "none"],
+    ids=["linear", "linear_with_length", "yarn", "none", "without_type", "without_type_by_1", "without_type_by_0"],
 )
 def test_positions_are_stretched_as_the_file_says(tmp_path, said, expected):
     metadata = {f"rope.scaling.{key}": value for key, value in said.items()}
@@ -246,6 +253,10 @@ def test_every_rule_splits_as_that_of_llama_cpp(tmp_path, rule):
         (
             {"metadata": {"rope.scaling.type": "longrope"}},
             r"rope_type: expected default, linear, llama3.*got 'longrope'",
+        ),
+        (
+            {"metadata": {"split.count": "3"}},
+            r"cannot read .* as GGUF \(split\.count: expected a whole number .* got '3'",
         ),
         ({"metadata": {"split.count": 3}}, r"expected a file with the entire model, got one of 3 parts"),
         ({"tensors": {"blk.0.extra.weight": np.ones(2, np.float32)}}, r"has blk\.0\.extra\.weight, which a model"),
@@ -326,6 +337,28 @@ def test_tokenizers_that_are_not_read_are_refused(tmp_path, changes, message):
     path = write_file(tmp_path / "x.gguf", "llama", tokenizer=changes)
     with pytest.raises(ConfigError, match=message):
         gguf_tokenizer.read_gguf_tokenizer(path)
+
+
+@pytest.mark.parametrize("key", [*gguf_tokenizer.FORM, gguf_tokenizer.NAMED + "tool_use"])
+def test_metadata_of_other_types_is_refused(tmp_path, monkeypatch, key):
+    """Also ids below 0, which would be tokens from the end of the list."""
+    (tmp_path / "x.gguf").write_bytes(b"")
+    values = ("x", b"x", ["x"], [1], [None], [["x"]], 1, -1, 2**32, 1.5, True, {})
+    odd = [value for value in values if not _fits(gguf_tokenizer.FORM.get(key, str), value)]
+    assert len(odd) == len(values) - 1
+    for value in odd:
+        field = types.SimpleNamespace(contents=lambda value=value: value)
+        monkeypatch.setattr(gguf, "GGUFReader", lambda path, field=field: types.SimpleNamespace(fields={key: field}))
+        with pytest.raises(ConfigError, match=rf"got another \({re.escape(key)}.*: expected .*; fetch it again"):
+            gguf_tokenizer.read_gguf_tokenizer(tmp_path / "x.gguf")
+
+
+def _fits(form: Any, value: Any) -> bool:
+    try:
+        check_form({"a": value}, {"a": form})
+    except ValueError:
+        return False
+    return True
 
 
 @pytest.mark.full

@@ -201,6 +201,11 @@ def test_a_row_has_a_document_for_each_completion(given):
     np.testing.assert_allclose(found.numbers[ADVANTAGE], np.repeat(advantages, [4, 5, 3]), rtol=1e-6)
 
 
+def test_rewards_may_be_true_and_false():
+    found = [example(ROW | {"rewards": rewards}) for rewards in ([True, False, True], [1.0, 0.0, 1.0])]
+    np.testing.assert_array_equal(*(x.numbers[ADVANTAGE] for x in found if isinstance(x, Example)))
+
+
 BAD_ROWS = [
     ({"prompt_ids": None}, "expected token ids in 'prompt_ids', got 'prompt_ids', 'completion_ids'"),
     ({"prompt_ids": []}, "prompt_ids: expected token ids, integers [tokens], got none"),
@@ -211,7 +216,7 @@ BAD_ROWS = [
     ({"completion_ids": 7}, "completion_ids: expected a list for each completion, got int without any"),
     ({"logprobs": None}, "expected 'logprobs', a list for each completion, got 'prompt_ids'"),
     ({"logprobs": [[-0.1], [-1.2, -0.4, -0.1], [-2]]}, "logprobs[0]: expected 2 numbers, as many as tokens, got 1"),
-    ({"logprobs": [[-0.1, None], [-1.2, -0.4, -0.1], [-2]]}, "logprobs[0]: expected a list of numbers, got others"),
+    ({"logprobs": [[-0.1, None], [-1.2, -0.4, -0.1], [-2]]}, "logprobs[0]: expected a list of numbers, got [-0.1,"),
     ({"logprobs": [[-0.1, -np.inf], [-1.2, -0.4, -0.1], [-2]]}, "logprobs[0]: expected finite numbers, which float32"),
     ({"logprobs": [[-0.1, -1e300], [-1.2, -0.4, -0.1], [-2]]}, "logprobs[0]: expected finite numbers, which float32"),
     ({"logprobs": [[-0.1, -4e38], [-1.2, -0.4, -0.1], [-2]]}, "logprobs[0]: expected finite numbers, which float32"),
@@ -220,7 +225,7 @@ BAD_ROWS = [
     ({"rewards": None}, "expected 'rewards' or 'advantages' of the completions"),
     ({"rewards": [1.0, 0.0, np.nan]}, "rewards: expected finite numbers, which float32 can hold, got nan"),
     ({"rewards": [1.0, 0.0, 1e300]}, "rewards: expected finite numbers, which float32 can hold, got 1e+300"),
-    ({"rewards": [1.0, 0.0, 10**400]}, "rewards: expected a list of numbers, got others"),
+    ({"rewards": [1.0, 0.0, 10**400]}, "rewards: expected a list of numbers, got [1.0, 0.0, 1000"),
     ({"rewards": [1e-60, 0.0, 3e-60]}, "rewards: expected rewards whose differences are above rounding, got [1e-60"),
     ({"rewards": None, "advantages": [1.0, 0.0, -1e39]}, "advantages: expected finite numbers, which float32 can hold"),
     (

@@ -174,7 +174,7 @@ def test_json_that_is_nested_and_pipes_in_every_file(tmp_path):
         assert len(str(caught.value)) <= LONGEST
         file.unlink()
         os.mkfifo(file)
-        with pytest.raises(ConfigError, match=r"pipe or a device|got neither|which is none"):
+        with pytest.raises(ConfigError, match=r"pipe or a device|index\.json too|got neither|which is none"):
             read()  # which would wait for ever
         file.unlink()
         file.write_bytes(content)
@@ -421,3 +421,11 @@ def test_texts_that_do_not_fit_memory():
     for sizes in ((1, 200_000, 200_200), (1, 1, 10**9), (64, 100_000)):
         with pytest.raises(ValueError, match=r"expected texts whose attention scores and cache fit the .* shorten"):
             check_cache_room(model, *sizes)
+
+
+@pytest.mark.parametrize("longer", (0, 1, 1000))
+def test_a_message_is_a_line_with_its_beginning_and_its_end(longer):
+    message = "a: expected b, got " + "c" * (LONGEST + longer - 29) + "; lower\n it"
+    found = str(ConfigError(message))
+    assert len(found) in (LONGEST - 1, LONGEST) and (" ... " in found) == (longer > 0)
+    assert found.startswith("a: expected b, got c") and found.endswith("c; lower it")

@@ -14,6 +14,7 @@ from pallas_kernels import (
     cross_entropy,
     dispatch,
     fp8_format,
+    gated_delta_chunks,
     mx,
     nvfp4_quantize,
     quantize,
@@ -60,11 +61,19 @@ def test_fp8_of_what_is_not_nvidias(monkeypatch):
     assert fp8_format.has_instructions()
 
 
+def delta(channels: int, dtype):
+    """(tokens, starts, state) of the gated delta rule."""
+    keys, values, numbers = (1, 64, 1, channels), (1, 64, 1, 1, channels), (1, 64, 1, 1)
+    tokens = gated_delta_chunks.Tokens(*(jnp.zeros(shape, dtype) for shape in (keys, keys, values, numbers, numbers)))
+    return tokens, jnp.zeros((1, 64), jnp.int32), jnp.zeros((1, 1, 1, channels, channels))
+
+
 # What each kernel does not serve. Called with implementation="mosaic" nothing of it runs.
 z, u8, one, SEED = jnp.zeros, jnp.uint8, jnp.float32(1), jnp.uint32(3)
 STATE = (*adamw8bit_update.zero_moments((2, 150)), jnp.ones(8), z(2, jnp.uint32))
 LOGITS, LABELS = jax.ShapeDtypeStruct((42733, 50257), jnp.bfloat16), jax.ShapeDtypeStruct((42733,), jnp.int32)
 SERVED = {
+    "gated_delta": lambda **how: gated_delta_chunks.gated_delta(*delta(16, jnp.bfloat16), **how),
     "rms_norm.forward": lambda **how: rms_norm.rms_norm(z((64, 128)), z(128), **how),
     "rms_norm.backward": lambda **how: rms_norm.backward(z((64, 128)), z((64, 128)), z(128), eps=1e-6, **how),
     "rope": lambda **how: rope.rope(z((64, 4, 64)), z((64, 4, 64)), z((64, 32)), z((64, 32)), **how),
@@ -92,6 +101,7 @@ SERVED = {
     ),
 }
 UNSERVED = {
+    "gated_delta": lambda **how: gated_delta_chunks.gated_delta(*delta(8, jnp.float32), **how),
     "rms_norm.forward": lambda **how: rms_norm.forward(z((64, 1001)), z(1001), eps=1e-6, **how),
     "rms_norm.backward": lambda **how: rms_norm.backward(z((64, 1001)), z((64, 1001)), z(1001), eps=1e-6, **how),
     "rope": lambda **how: rope.forward(z((1, 1, 64)), z((1, 1, 64)), z((1, 32)), z((1, 32)), **how),
@@ -148,6 +158,25 @@ def test_kernels_need_a_gpu_or_the_interpreter(op):
     for call in (kernel, jax.jit(kernel)):
         with pytest.raises(dispatch.Unserved, match=f"^{op}: device: expected an NVIDIA GPU, or interpret=.*, got cpu"):
             call()
+
+
+DIFFERENTIABLE = {
+    "rms_norm": lambda x, **how: rms_norm.rms_norm(x, z(128), **how),
+    "rms_norm of a sum": lambda x, **how: rms_norm.rms_norm(x, z(128), residual=x, **how)[0],
+    "rope": lambda x, **how: rope.rope(x[:, None], x[:, None], z((64, 64)), z((64, 64)), **how)[0],
+    "cross_entropy": lambda x, **how: cross_entropy.cross_entropy(x, z(64, jnp.int32), **how),
+}
+
+
+@pytest.mark.parametrize("op", DIFFERENTIABLE)
+@pytest.mark.parametrize("implementation", ["mosaic", "xla"])
+def test_the_backward_pass_has_the_implementation_that_was_asked_for(op, implementation, monkeypatch):
+    def automatic(device=None):
+        raise AssertionError("nothing was asked for")
+
+    monkeypatch.setattr(dispatch, "automatic", automatic)
+    call = functools.partial(DIFFERENTIABLE[op], implementation=implementation)
+    assert jax.eval_shape(jax.grad(lambda x: call(x).sum()), z((64, 128))).shape == (64, 128)
 
 
 def test_kernels_need_a_gpu_under_transformations():

@@ -37,6 +37,7 @@ LARGE = 2**20
 ACCESS = r"\b{}(?:\.global(?:\.\w+)*?)?(?:\.(v\d))?\.[bfus](\d+)"  # of PTX; an address may be of any memory
 # Cases whose kernel has been compiled before, so that there is no PTX of it: nvfp4 begins with the same pass.
 REPEATED = ["quantize llama7b absmax"]
+BY_TRITON = {"gated_delta_chunks"}  # compiled in test_kernel_gated_delta.py
 MARK = "case: "
 
 
@@ -111,8 +112,9 @@ def wrong(case: dict) -> str:
 @pytest.mark.full
 @pytest.mark.parametrize("kind", ["a100", "h200", "b200", "rtx5090"])  # test_plan.py compiles steps for an RTX 4090
 def test_kernels_compile(kind):
-    cases = outcome(kind, list(OPS))
-    assert {case["op"] for case in cases} == set(OPS)
+    ops = [op for op in OPS if op not in BY_TRITON]
+    cases = outcome(kind, ops)
+    assert {case["op"] for case in cases} == set(ops)
     assert not (found := {f"{c['op']} {c['case']}": wrong(c) for c in cases if wrong(c)}), found
     assert [f"{c['op']} {c['case']}" for c in cases if c["repeated"]] == REPEATED
 

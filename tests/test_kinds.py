@@ -3,9 +3,11 @@
 import dataclasses
 
 import jax
+import jax.numpy as jnp
 import pytest
 from flax import nnx
 from small import CONFIG
+from test_kernel_dispatch import operations
 
 from surojax import ConfigError, default_config
 from surojax.config.checks import check
@@ -14,9 +16,11 @@ from surojax.models import decoder, decoder_model
 from surojax.models.kinds.experts import Experts
 from surojax.models.kinds.gated_delta import GatedDelta
 from surojax.models.kinds.gated_mlp import SwiGLU
+from surojax.models.kinds.latent_attention import LatentAttention
 from surojax.models.kinds.self_attention import Attention
 from surojax.models.kinds.short_conv import ShortConv
 from surojax.models.kinds.sublayer import ContextNumbers, OnGpu, Width
+from surojax.models.linear import Product
 from surojax.numerics.fp8 import Sites
 
 EXPERTS = dataclasses.replace(CONFIG, num_experts=4, num_experts_per_tok=2, n_shared_experts=1, scoring_func="sigmoid")
@@ -27,6 +31,14 @@ DELTA = dataclasses.replace(
     linear_num_value_heads=6,
     linear_key_head_dim=4,
     linear_value_head_dim=3,
+)
+LATENT = dataclasses.replace(
+    CONFIG,
+    q_lora_rank=12,
+    kv_lora_rank=16,
+    qk_nope_head_dim=8,
+    qk_rope_head_dim=4,
+    v_head_dim=6,
 )
 
 
@@ -72,6 +84,12 @@ def shapes_of(kind, config) -> dict[str, tuple[int, ...]]:
     return {jax.tree_util.keystr(path, simple=True, separator="."): x.shape for path, x in leaves}
 
 
+def products_of(kind, config) -> list[Product]:
+    module = nnx.eval_shape(lambda: kind(config, rngs=nnx.Rngs(0)))
+    declared = nnx.to_pure_dict(nnx.state(module, nnx.Param), extract_fn=lambda x: x.get_metadata("product"))
+    return jax.tree.leaves(declared)
+
+
 @pytest.mark.parametrize(
     "kind, configs",
     [(Attention, [OPTIONS]), (SwiGLU, [CONFIG]), (Experts, [EXPERTS, GATED]), (GatedDelta, [DELTA, FUSED])],
@@ -79,6 +97,25 @@ def shapes_of(kind, config) -> dict[str, tuple[int, ...]]:
 )
 def test_every_parameter_has_names_in_files(kind, configs):
     assert {name for config in configs for name in shapes_of(kind, config)} == kind.tensors.keys()
+
+
+@pytest.mark.parametrize(
+    "kind, config",
+    [
+        *(
+            (Attention, OPTIONS),
+            (LatentAttention, LATENT),
+            (LatentAttention, dataclasses.replace(LATENT, q_lora_rank=0)),
+        ),
+        *((GatedDelta, DELTA), (GatedDelta, FUSED), (ShortConv, CONFIG)),
+    ],
+)
+def test_no_two_products_of_a_block_share_random_numbers_or_a_site(kind, config):
+    """A mixer's with each other and with those of the experts behind it, which have the same as a shared one's."""
+    products = [*products_of(kind, config), *dict.fromkeys(products_of(Experts, GATED))]
+    assert len({product.number for product in products}) == len(products)
+    gradients = [product.gradient for product in products if product.gradient]
+    assert len(set(gradients)) == len(gradients)
 
 
 @pytest.mark.parametrize(
@@ -102,6 +139,42 @@ def test_every_matrix_may_have_an_adapter(kind, config):
         shape = shapes[target.matrix.removeprefix(f"{kind.name}.")]
         assert sorted(shape[-2:]) == sorted((config.hidden_size, target.width))
         assert target.of_experts == (len(shape) > 2)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        OPTIONS,
+        dataclasses.replace(LATENT, layer_types="latent_attention"),
+        dataclasses.replace(DELTA, layer_types="linear_attention"),
+        dataclasses.replace(CONFIG, layer_types="conv"),
+        EXPERTS,
+        GATED,
+    ],
+    ids=["attention", "latent", "delta", "conv", "experts", "gated"],
+)
+def test_products_in_16_bits_have_operands_of_one_type(config):
+    """Forward and backward; JAX multiplies in float32 if one operand is, in silence and at half the speed.
+
+    Routers are in float32, and products of attention that have a precision of their own say so.
+    """
+    segment = decoder_model.build(config).segments[0]
+    w = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, p.dtype or jnp.bfloat16), segment.params)
+    x = jax.ShapeDtypeStruct((2, 16, config.hidden_size), jnp.bfloat16)
+
+    def both(w, x):
+        (y, _), saved = segment.block_forward(w, x, None, segment.variants[0])
+        return y, segment.block_backward(w, saved, (y, None), None, segment.variants[0])[:2]
+
+    program = jax.make_jaxpr(both)(w, x)
+    products = [x for x, _ in operations(program.jaxpr) if x.primitive.name in ("dot_general", "ragged_dot_general")]
+    assert len(products) >= 6
+    for product in products:
+        left, right = (operand.aval.dtype for operand in product.invars[:2])
+        shapes = {x.aval.shape for x in (*product.invars, *product.outvars)}
+        of_a_router = not shapes.isdisjoint({(config.num_experts, config.hidden_size), (1, config.hidden_size)})
+        assert left == right or of_a_router or product.params["precision"] is not None, product
+    assert program.out_avals[0].dtype == jnp.bfloat16
 
 
 def expert_config(**changes):

@@ -167,7 +167,6 @@ def test_memory_limit_is_corrected_by_what_is_in_host_memory_and_by_the_state():
     card = 2 * state
     assert limit(memory_bytes=card) == math.ceil(100 * (0.95 * 2 - 1))
     assert limit(memory_bytes=card, host_temporaries=state) == math.ceil(100 * (0.95 * 2 + 1))
-    assert limit(memory_bytes=card, plans_with=0.8) == math.ceil(100 * 0.9 / 0.6)
     assert limit(memory_bytes=state) == 95  # does not fit anyway
     assert MEMORY_LIMIT not in compiler_options(run, "gpu")
     plain = from_config(config(gpus=1, xla_options="default"), run.mesh, total_steps=10)

@@ -27,6 +27,7 @@ from surojax import ConfigError, default_config
 from surojax.assembly.from_config import architecture
 from surojax.config.checks import check
 from surojax.exchange import config_json, expert_tensors, gguf, peft
+from surojax.exchange.beside import tensors_beside
 from surojax.exchange.huggingface import model_fields, read_config
 from surojax.exchange.model_tensors import (
     SINGLE,
@@ -496,6 +497,8 @@ def test_a_release_in_fp8_is_read_as_numbers(tmp_path):
     assert len(expected) > 40 and out.keys() == {name for name in tensors if not name.endswith("_scale_inv")}
     for name, x in out.items():
         np.testing.assert_array_equal(x, expected.get(name, tensors[name]), err_msg=name)
+    beside = tensors_beside(Weights(folder))
+    assert beside is not None and beside.read("mtp.fc.weight", np.dtype(ml_dtypes.bfloat16)).dtype == ml_dtypes.bfloat16
     said = json.loads((tmp_path / "out" / "config.json").read_text())
     assert "quantization_config" not in said and "quantization_config" not in said["text_config"]
 

@@ -17,6 +17,7 @@ from surojax.data.data_rows import BadRow, DataRow, NotARow
 from surojax.data.datasets import Dataset, parse_dataset
 from surojax.data.documents import read_documents
 from surojax.data.examples import Encoder, Example
+from surojax.data.openai_pairs import as_pair
 from surojax.data.rollouts import RolloutEncoder
 from surojax.data.row_fields import MEANINGS, has_content
 from surojax.data.templates import Template, load_template
@@ -365,8 +366,12 @@ PUBLISHED = {
     "rationale "
     "Complex_CoT reasoning_trace thinking_trajectories",
     "WEIGHTS": "weight train training trainable loss loss_scale loss_mask loss_weight",
-    "WEIGHTS_OF_ROWS": "weight sample_weight loss_weight loss_scale train trainable",
+    "WEIGHTS_OF_ROWS": "weight weights sample_weight sample_weights loss_weight loss_weights loss_scale loss_mask "
+    "train training trainable",
+    "WEIGHTS_OF_DOCUMENTS": "sample_weight sample_weights loss_weight loss_weights token_weights weights",
     "MASKS": "attention_mask loss_mask completion_mask assistant_masks assistant_mask response_mask tool_mask env_mask",
+    "LENGTHS": "seq_lengths seq_lens sequence_lengths",
+    "SPEAKERS": "user human prompter assistant gpt bot model system tool function",
 }
 IN_ROWS = {
     "conversation": "history chat_history conversation_history previous_messages past_turns system_prompt "
@@ -394,8 +399,9 @@ def test_every_published_name_is_known():
         known = [name for of, name in NAMES if of == kind]
         assert set(names.split()) | every | set(PUBLISHED["MEDIA_PLACES"].split()) == set(known), kind
         assert len(known) == len(set(known)), kind
-    media = {*PUBLISHED["MEDIA"].split(), "loss_weight", "sample_weight"}
-    beside = {"text": "role from speaker segments", "tokens": "position_ids seq_lengths seq_lens sequence_lengths"}
+    media = {*PUBLISHED["MEDIA"].split(), *PUBLISHED["WEIGHTS_OF_DOCUMENTS"].split()}
+    packed = "seq_lengths seq_lens sequence_lengths cu_seqlens cu_seq_lens segment_ids document_ids sequence_ids"
+    beside = {"text": "role from speaker segments", "tokens": f"position_ids {packed}"}
     for kind, names in beside.items():
         assert {name for meaning in MEANINGS for name in meaning.names if kind in meaning.types} == media | {
             *names.split()
@@ -451,10 +457,11 @@ def test_a_prompt_that_begins_a_conversation_is_not_said_twice():
 
 
 def test_a_row_that_is_not_to_be_trained_is_refused():
-    for value in (False, 0, "false", "False", "0", "0.0"):
+    for value in (False, 0, "false", "False", "0", "0.0", [1, 0], [[1], [0.5]]):
         assert "expected no weight of the row, got 'train'" in reason(
             {"prompt": "a", "completion": "b", "train": value}, PROMPTS
         )
+    assert text(talk("a", "b") | {"weights": [1, 1], "loss_mask": [True]}) == text(talk("a", "b"))
 
 
 def test_labels_of_answers():
@@ -478,6 +485,44 @@ def test_every_tool_is_shown():
     assert "[look_up]" in text(talk("a", "b") | {"tools": [whole]}, template=template)
     message = reason(talk("a", "b") | {"tools": [flat]}, template=template)
     assert "to show every tool, got a text without 'look_up'" in message and "'function': {...}}" in message
+
+
+PARTS = (
+    "{% for t in tools or [] %}{{ t | tojson }}{% endfor %}{% for m in messages %}[{{ m.role }}]"
+    "{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}({{ c.function.name }} {{ c.function.arguments | tojson(ensure_ascii=True) }})"
+    "{% endfor %}.{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+LEFT_OUT = {  # habits of published templates, and what is refused of them
+    "Llama 3.1": ("{{ m.content }}", "{{ '' if m.tool_calls else m.content }}", "content of message 2, 'Let me see.'"),
+    "gpt-oss": ("m.tool_calls or []", "(m.tool_calls or [])[:1]", "every call of a tool, got a text without that of"),
+    "LFM2": ("m.tool_calls or []", "[]", "every call of a tool, got a text without that of 'look' in message 2"),
+    "Gemma 4": ("if m.reasoning_content", "if m.reasoning_content and m.tool_calls", "reasoning of message 4"),
+    "DeepSeek-R1": ("{{ m.content }}", "{{ m.content.split('</think>')[-1] }}", "content of message 4, '<think>Mild"),
+    "only called": ("{{ t | tojson }}", "{{ t.name }}", "to show every tool, got a text without 'look'"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("train_on", ["assistant", "last", "all"])
+def test_every_part_of_an_answer_is_shown(train_on):
+    """Also what the text has elsewhere: a function's name in the tools, a tool's in the calls."""
+    calls = [{"type": "function", "function": {"name": "look", "arguments": {"at": at}}} for at in ("Tromsø", "Rome")]
+    row = {
+        "messages": [
+            says("user", "Weather?"),
+            says("assistant", "Let me see.", tool_calls=calls),
+            says("tool", "Warm."),
+            says("assistant", "<think>Mild means warm.</think>It is warm.", reasoning_content="It said so."),
+        ],
+        "tools": [{"type": "function", "function": {"name": "look"}}],
+    }
+    shown = trained(row, template=Template(PARTS, "t.jinja"), train_on=train_on)
+    assert shown.endswith("<think>It said so.</think><think>Mild means warm.</think>It is warm..<end>")
+    for name, (part, instead, said) in LEFT_OUT.items():
+        assert said in reason(row, template=Template(PARTS.replace(part, instead), "t.jinja"), train_on=train_on), name
+    row["messages"][1]["reasoning_content"] = "Where?"  # of earlier answers, templates leave it out
+    last = Template(PARTS.replace("if m.reasoning_content", "if m.reasoning_content and loop.last"), "t.jinja")
+    assert trained(row, template=last, train_on="last") == trained(row, template=last, train_on="assistant")
 
 
 def test_a_content_of_another_name_has_advice_that_helps():
@@ -522,8 +567,9 @@ def test_media_are_refused_in_messages_and_texts_and_parts():
     llava = {"image": "a.jpg", "conversations": [says("human", "<image>\nWhat?"), says("gpt", "A cat.")]}
     assert "expected no media, since texts are trained, got 'image' ('a.jpg'); remove the row" in reason(llava)
     assert isinstance(found(llava | {"image": None}), Example)
-    as_json = {"messages": json.dumps(talk("a", "b")["messages"])}  # as in a cell of a CSV file
-    assert text(as_json) == text(talk("a", "b"))
+    as_json = json.dumps(talk("a", "b")["messages"])  # as in a cell of a CSV file
+    for messages in (as_json, [json.dumps(message) for message in talk("a", "b")["messages"]]):
+        assert text({"messages": messages}) == text(talk("a", "b"))
     assert "got 'images' of message 2" in reason(talk("a", "b", images=["a.png"]))
     assert "got 'audio' of message 2" in reason(talk("a", "b", audio={"id": "x"}))
     for part in ({"type": "image"}, {"type": "image_url", "text": "a"}, {"type": "text", "text": "a", "image": "b"}):
@@ -538,7 +584,9 @@ def test_media_are_refused_in_messages_and_texts_and_parts():
 
 def test_masks_of_token_ids_are_refused_if_they_leave_tokens_out():
     ids = {"input_ids": [5, 6, 7]}
-    for name, value in [(name, [0, 1, 1]) for name in row_fields.MASKS] + [("labels", [-100, 6, 7]), ("images", ["a"])]:
+    weights = [(name, [0, 0.5, 1]) for name in row_fields.WEIGHTS_OF_DOCUMENTS]
+    masks = [(name, [0, 1, 1]) for name in row_fields.MASKS]
+    for name, value in [*weights, *masks, ("labels", [-100, 6, 7]), ("images", ["a"])]:
         item = TokenEncoder(99).item(DataRow(ids | {name: value}, "w"))
         assert isinstance(item.content, BadRow) and repr(name) in item.content.reason
     for row in (
@@ -548,6 +596,8 @@ def test_masks_of_token_ids_are_refused_if_they_leave_tokens_out():
         {"label": 0},
     ):
         assert np.array_equal(np.asarray(TokenEncoder(99).item(DataRow(ids | row, "w")).content), [5, 6, 7])
+    of_two = TokenEncoder(99).item(DataRow({"input_ids": [[5], [6, 7]]}, "w")).content
+    assert isinstance(of_two, BadRow) and "expected token ids, integers [tokens]" in of_two.reason
     rollout = {"prompt_ids": [5], "completion_ids": [[6, 7], [8]], "logprobs": [[-1, -1], [-1]], "rewards": [0, 1]}
     assert isinstance(RolloutEncoder(99).item(DataRow(rollout | {"env_mask": [[1, 1], [1]]}, "w")).content, Example)
     bad = RolloutEncoder(99).item(DataRow(rollout | {"env_mask": [[1, 0], [1]]}, "w")).content
@@ -613,6 +663,12 @@ def test_conversations_of_a_pair_differ_in_their_last_message():
     assert "two conversations that differ in the last message" in reason(differ, PAIRS)
     asked = {"chosen": talk("a", "b", "c")["messages"], "rejected": talk("a", "b", "d")["messages"]}
     assert "two conversations that differ in the last message" in reason(asked, PAIRS)
+    alone = {"prompt": [], "chosen": [says("assistant", "b")], "rejected": [says("assistant", "c")]}
+    openai = {"input": {"messages": []}, "preferred_output": alone["chosen"], "non_preferred_output": alone["rejected"]}
+    for row in (alone, as_pair(openai, "prompt", "chosen", "rejected", "tools")):
+        assert "expected messages before the two answers, got none" in reason(row, PAIRS)
+    anthropic = {"chosen": "Human: a Assistant: b", "rejected": "Human: a Assistant: c"}
+    assert "or write what both answers begin with into it" in reason(anthropic, PAIRS)
     same = {"chosen": talk("a", "b")["messages"], "rejected": talk("a", "b")["messages"]}
     assert "two answers of which one is better, got the same text" in reason(same, PAIRS)
 
@@ -665,7 +721,8 @@ def test_variables_of_a_template():
     assert text(asked, PROMPTS, template).startswith("think[d]") and "got variables too" in reason(asked, PROMPTS, None)
     assert "expected no 'enable_thinking', which chat_template chatml does not read" in reason(row)
     assert "name documents in ignored_fields" in reason(talk("a", "b") | {"documents": [{"text": "d"}]})
-    for variables, said in (({"messages": [1]}, "got 'messages'"), ("x", "expected an object")):
+    assert text(talk("a", "b") | {"chat_template_kwargs": [None]}) == text(talk("a", "b"))
+    for variables, said in (({"messages": [1]}, "got 'messages'"), ("x", "expected an object"), (5, "got 5")):
         assert said in reason(talk("a", "b") | {"chat_template_kwargs": variables}, template=template)
 
 
@@ -958,7 +1015,12 @@ def test_documents_that_are_parts_of_something_are_refused():
         {"segments": [{"start": 0.5}]},
     ):
         assert text_of_row({"text": "a"} | fine, "text") == "a"
-    for name, bad, good in (("position_ids", [0, 1, 0], [0, 1, 2]), ("seq_lengths", [2, 1], [3])):
+    for name, bad, good in (
+        ("position_ids", [0, 1, 0], [0, 1, 2]),
+        ("seq_lengths", [2, 1], [3]),
+        ("cu_seqlens", [0, 2, 3], [0, 3]),
+        ("segment_ids", [1, 1, 2], [1, 1, 1]),
+    ):
         ids = {"input_ids": [5, 6, 7]}
         item = TokenEncoder(99).item(DataRow(ids | {name: bad}, "w"))
         assert isinstance(item.content, BadRow) and repr(name) in item.content.reason

@@ -152,10 +152,11 @@ def test_a_mistake_is_noticed(monkeypatch, mistake):
 
 @needs(4)
 @pytest.mark.full
+@pytest.mark.parametrize("kernel", [False, True])
 @pytest.mark.parametrize("devices, method", [over[1:] for over in CONTEXTS if over[0] == "delta"])
-def test_a_state_before_all_pieces_and_after_them(devices, method):
+def test_a_state_before_all_pieces_and_after_them(devices, method, kernel):
     """As chunks hand it on: every device has it and the whole of its gradient. With strong decays and odd chunks."""
-    length, rule_sizes = 24, ChunkSizes(chunk=4, chunks=2)
+    length, rule_sizes = 24, ChunkSizes(chunk=4, chunks=2, kernel=kernel, interpret=kernel)
     tokens, state = drawn_rule(3, length=length)
     g = np.array(tokens.g)
     g[1] *= 100.0

@@ -19,6 +19,7 @@ from surojax.assembly.from_config import from_config
 from surojax.config import checks, flags, write
 from surojax.config.fields import default_config, flat, mesh_sizes
 from surojax.errors import ConfigError
+from surojax.offloads import TO_DEVICE
 from surojax.placement.mesh import make_mesh
 from surojax.planner import (
     aot,
@@ -28,6 +29,7 @@ from surojax.planner import (
     fastest,
     file_time,
     footprint,
+    layer_sizes,
     remedies,
     roofline,
     search,
@@ -350,6 +352,19 @@ def test_a_phase_with_files_takes_as_long_as_its_disk():
     assert fast.seconds == pytest.approx(in_host.seconds, rel=1e-5)
 
 
+def test_weights_in_files_that_are_the_master_weights_are_written_once():
+    """By hand, as above, with master weights in the weights' own 16 bits."""
+    c = checked(config(**SMALL | IN_FILES | {"master_dtype": "bfloat16"}), GPU)
+    work = work_of(c)
+    outer = sum(work.tables.values())
+    state, ends = work.sizes["master"] + work.sizes["moments"] - outer, 1 + 1 / 8
+    phases = candidate.estimated(c, GPUS[GPU], disks=SLOW).phases
+    assert work.as_master == 1.0
+    assert phases["forward"] == pytest.approx(SLOW.seconds(work.sizes["weights"], work.sizes["residuals"]) * ends)
+    written = SLOW.seconds(0, state) * ends + SLOW.seconds(outer, outer)
+    assert phases["update"] == pytest.approx(SLOW.seconds(state + work.sizes["grads"], 0) + written)
+
+
 @pytest.mark.parametrize("changes", [{}, {"overlap_update": True}, {"offload_weights": True}], ids=str)
 def test_an_estimated_step_reads_and_writes_what_its_programs_do(changes):
     c = checked(config(**SMALL | IN_FILES | changes), GPU)
@@ -404,6 +419,34 @@ def test_device_memory_that_is_left_keeps_a_part_of_the_state():
     assert 1 < most.device_memory <= in_host / GiB
 
 
+@pytest.mark.parametrize(
+    "changes", [{}, {"offload_grads": False}, {"offload_master": False, "offload_optimizer": False}]
+)
+def test_an_estimate_moves_what_device_memory_leaves_of_each_class(changes):
+    """The tensors that have room are of several classes, whose bytes move in other passes."""
+    offloads = {name: True for row, name in choices.OFFLOADS.items() if row in TO_DEVICE}
+    c = checked(config(**SMALL | offloads | changes | {"gpus": 1, "device_memory": 0.06}), GPU)
+    kept, none = (
+        footprint.by_class(footprint.assembly(x), batch_of(x), "gpu") for x in (c, changed(c, {"device_memory": 0.0}))
+    )
+    of_classes = dict(zip(TO_DEVICE, candidate.kept_on_device(footprint.assembly(c)), strict=True))
+    assert of_classes == {row: none[row]["host"] - kept[row]["host"] for row in TO_DEVICE}
+    assert sum(of_classes.values()) > 0
+
+
+def test_products_wait_for_the_residuals_of_stages():
+    """Kernels copy them (STAGES in tests/test_plan.py), in every tick."""
+    c = checked(config(**SMALL | {"gpus": 2, "pp_size": 2, "gradient_accumulation_steps": 4}), GPU)
+    here, in_host = (changed(c, {"offload_residual": offloads}) for offloads in (False, True))
+    run = footprint.assembly(in_host)
+    size = footprint.by_class(run, batch_of(c), "gpu")["residuals"]["host"] / layer_sizes.slots(run, 4)
+    waits = (4 + 2 - 1) * size / (GPUS[GPU].pcie_bandwidth * GPUS[GPU].rates.host)
+    before, after = (candidate.estimated(x, GPUS[GPU]).phases for x in (here, in_host))
+    assert {name: after[name] - before[name] for name in before} == pytest.approx(
+        dict.fromkeys(before, 0.0) | {"forward": waits, "backward": waits}, rel=1e-3, abs=1e-9
+    )
+
+
 @pytest.mark.full
 def test_every_class_goes_to_files_where_host_memory_holds_none(tmp_path):
     """What is said of them is what an estimate of their config says, also with slow disks."""
@@ -423,6 +466,20 @@ def test_every_class_goes_to_files_where_host_memory_holds_none(tmp_path):
     assert fastest_of[SLOW] > 2 * fastest_of[Disks()]
     (files,) = (x for x in remedies.proposals(Space(c, GPUS[GPU], limits._replace(files=0))) if "--nvme" in x.lifted)
     assert files.change["offload_grads"] == "nvme" and files.candidate.need.files
+
+
+def test_other_numbers_that_are_worth_it_are_named_unless_they_are_allowed():
+    """Here the update waits for the host, which reads and writes fewer bytes of each number in 16 or 8 bits."""
+    in_host = {"offload_master": True, "offload_optimizer": True, "opt_m_dtype": "float32", "opt_v_dtype": "float32"}
+    c = checked(config(**SMALL | in_host), GPU)
+
+    def left_out(*allow: str) -> set[str]:
+        space = Space(c, GPUS[GPU], Memory(2**40), allow=allow, keep=BLOCK)
+        return set(fastest._left_out(space, fastest.Trial(c, {}, space.estimated(c), None, False)))
+
+    assert {"adamw8bit", "bf16_master", "bf16_state"} <= left_out() and "bf16_weights" not in left_out()
+    for word in left_out():
+        assert left_out(word) == left_out() - {word}
 
 
 def test_what_has_nothing_more_to_offer_is_not_searched():
@@ -579,8 +636,12 @@ def test_a_mesh_of_one_gpu_can_be_kept():
             "pp_schedule": "1f1b",
             "gradient_accumulation_steps": 4,
         },
+        {"gpus": 4, "pp_size": 4, "pp_schedule": "1f1b", "gradient_accumulation_steps": 8, "offload_residual": True}
+        | {"per_device_batch_size": 1, "recompute_block": False, "lmhead_chunks": 1},
+        dict.fromkeys(("offload_optimizer", "offload_master", "offload_grads", "offload_weights"), True)
+        | {"gpus": 1, "offload_residual": True, "device_memory": 18.75, "lmhead_chunks": 1},
     ],
-    ids=["1", "1 with resident layers", "4", "8 of three axes"],
+    ids=["1", "1 with resident layers", "4", "8 of three axes", "stages with offloaded residuals", "1, nearly full"],
 )
 def test_estimates_are_near_what_is_compiled(changes):
     """Device memory within 10 %, as footprint.py says; time within 10 % of the simulated step."""
@@ -918,3 +979,5 @@ def test_what_the_backward_pass_computes_again_grows_from_nothing_to_a_block():
         on = [{name for name, value in change.items() if value} for change in found]
         assert sorted(map(sorted, on)) == sorted(map(sorted, grows + [own] * (own not in grows)))
         assert [parts for parts in on if parts in grows] == grows
+        sampled = [any(kind.items() <= change.items() for kind in choices.SAMPLED) for change in found]
+        assert [parts for parts, is_sampled in zip(on, sampled, strict=True) if is_sampled] == [grows[1], grows[-1]]

@@ -55,6 +55,21 @@ def update(store: Store, step: int, layers: int = 2) -> None:
         store.end_update(step, lambda: [array(step, 300)])
 
 
+@pytest.mark.parametrize("in_memory, kept", [(0, 0), (2 * 4096 + 5, 4096), (4 * 4096, 8192), (10**6, SIZE)])
+def test_what_is_partly_in_memory_is_read_as_it_was_written(tmp_path, in_memory, kept):
+    store = Store(tmp_path, 2, in_memory=in_memory)
+    store.places.reserve(SIZE, "grads")
+    (place,) = store.places.of_layers
+    assert place.kept == kept
+    for step in (1, 2):
+        for l in range(2):
+            store.write(l, place, array(10 * step + l))
+        for l in range(2):
+            found = store.read(l, place, (SIZE,), np.dtype(np.uint8))
+            np.testing.assert_array_equal(found, array(10 * step + l))
+    store.close()
+
+
 def test_a_kill_leaves_the_state_of_the_last_complete_step(tmp_path):
     """Killed at every moment of a step; all it writes is what the table does not name."""
     store = opened(tmp_path)

@@ -64,6 +64,7 @@ def test_who_does_not_know_the_address_gets_nothing(serve):
     status, headers, text = get(server, "")
     assert status == 200 and headers["Content-Type"].startswith("text/html")
     assert "connect-src 'self'" in headers["Content-Security-Policy"] and headers["Cache-Control"] == "no-store"
+    assert (headers["X-Content-Type-Options"], headers["Referrer-Policy"]) == ("nosniff", "no-referrer")
     assert not [x for x in Page(text).addresses if not x.startswith("data:")] and server.token not in text
     assert get(server, "", named="evil.example")[0] == get(server, "other")[0] == get(server, "../estimate")[0] == 404
     assert get(server, "", named=f"localhost:{server.server_port}")[0] == 200
@@ -260,6 +261,8 @@ def test_a_request_that_does_not_arrive_is_given_up(serve, monkeypatch, capfd):
     assert len(ended) == 3 and get(server, "")[0] == 200
     held = [connected(server) for _ in range(4)]
     time.sleep(0.2)
+    waiting = [thread for thread in threading.enumerate() if isinstance(thread, threading.Timer)]
+    assert len(waiting) >= 4 and all(thread.daemon for thread in waiting)  # none keeps the process from its end
     with connected(server) as refused, contextlib.suppress(ConnectionResetError):
         assert refused.recv(1) == b""
     for connection in (*slow, *held):

@@ -893,7 +893,20 @@ def test_adapters_say_how_many_parameters_train(config, capsys):
     devices = jax.devices()[:1]
     training_report.describe_run(c, from_config(c, make_mesh(devices), total_steps=1), devices, {"weights": 1})
     trained = 2 * 2 * ((32 + 32) + (32 + 16))  # layers, rank, widths of wq and wv
-    assert f"surojax: 0.0M parameters, of which {trained} train (1.13%), on 1 x" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert f"surojax: 0.0M parameters, of which {trained} train (1.13%), on 1 x" in out and "not sharded" not in out
+
+
+@small.needs(3)
+def test_matrices_that_the_devices_do_not_divide_are_named(config, capsys):
+    for count, size, named in ((3, 32, True), (3, 33, False), (1, 32, False)):
+        c = changed(config, zero_level=3)
+        c.model.update({"hidden_size": size, "head_dim": 16})
+        devices = jax.devices()[:count]
+        training_report.describe_run(c, from_config(c, make_mesh(devices), total_steps=1), devices, {"weights": 1})
+        out = capsys.readouterr().out
+        note = "note: not sharded over 3 devices, which divide none of their dimensions: "
+        assert note in out if named else "not sharded" not in out
 
 
 def test_a_run_ends_with_its_page(whole, tmp_path):

@@ -82,9 +82,9 @@ GATHERS: dict[str, str | bool | int] = {
 # correction and none with it (jax 0.12). Arguments in host memory are not counted, whatever their size, unless one loop
 # writes to many of them: with overlap_update the state there is added too (7B with five offloads on one RTX 4090: 112
 # operations without that, none with it).
-# The percentage applies to the memory that XLA plans with, minus the arguments. Without a GPU, XLA plans with 80 % of
-# the memory (GetSchedulerMemoryLimit in XLA's gpu_hlo_schedule.cc). Llama-7B at ZeRO-3 on 4 RTX 4090 then had 2.7 GiB
-# instead of 6.4, so that XLA recomputed 2,499 operations and overlapped no all-gather of weights.
+# The percentage applies to the memory that XLA plans with, minus the arguments; in `plan` that is the card's as well
+# (fact 7 of planner/aot.py). With 80 % of the card, Llama-7B at ZeRO-3 on 4 RTX 4090 had 2.7 GiB instead of 6.4, so
+# that XLA recomputed 2,499 operations and overlapped no all-gather of weights.
 MEMORY_LIMIT = "xla_gpu_memory_limit_slop_factor"
 
 
@@ -107,14 +107,14 @@ def has_graphs(run: Assembly) -> bool:
 
 
 def compiler_options(
-    run: Assembly, platform: str, *, memory_bytes: int | None = None, plans_with: float = 1.0, host_temporaries: int = 0
+    run: Assembly, platform: str, *, memory_bytes: int | None = None, host_temporaries: int = 0
 ) -> dict[str, str | bool | int]:
     """Returns the XLA options to compile a run's steps with on a platform, "gpu" or "cpu".
 
-    memory_bytes: memory of a GPU that JAX can use. plans_with: the fraction of it that XLA plans with.
-    host_temporaries: bytes of host memory that a step allocates. XLA's memory limit is corrected with these three,
-    see `MEMORY_LIMIT`; without memory_bytes it is not changed. With xla_options="default" there are none but
-    `PRODUCTS`, those of the copy engine settings and of cuda_graphs; "exact" adds `PINNED`.
+    memory_bytes: memory of a GPU that JAX can use, which XLA plans with. host_temporaries: bytes of host memory that a
+    step allocates. XLA's memory limit is corrected with these two, see `MEMORY_LIMIT`; without memory_bytes it is not
+    changed. With xla_options="default" there are none but `PRODUCTS`, those of the copy engine settings and of
+    cuda_graphs; "exact" adds `PINNED`.
     """
     if platform == "cpu":
         # With the collectives of a device in flight together, two cores deadlocked, and once read what was not
@@ -138,7 +138,7 @@ def compiler_options(
     limit = {}
     if memory_bytes:
         state = bytes_per_device(run.plan)
-        left = plans_with * memory_bytes - state
+        left = memory_bytes - state
         wanted = 0.95 * memory_bytes - state + 2 * host_temporaries
         if run.engine.overlap_update and not run.engine.table.in_files:
             wanted += bytes_per_device(run.plan, HOST)

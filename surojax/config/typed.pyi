@@ -267,7 +267,7 @@ class Config(Section):
     attention: Literal["auto", "xla", "cudnn", "mosaic"]
     r""""auto", "xla", or flash attention (NVIDIA, 16-bit): "cudnn", or "mosaic" for sample_packing."""
     kernels: Literal["auto", "xla", "mosaic"]
-    r"""between products: "xla" = XLA's fusions, "mosaic" = our kernels (NVIDIA), "auto" = ours on GPUs."""
+    r"""between products, and delta nets: "xla" = XLA's, "mosaic" = our kernels (NVIDIA), "auto" = ours on GPUs."""
     recipe: Literal["bf16", "fp8_hybrid", "fp8_current", "mxfp8", "nvfp4"]
     r"""bf16, fp8_hybrid (delayed scaling), fp8_current (just in time), mxfp8 or nvfp4."""
     matmul_dtype: Literal["", "bfloat16", "float32"]

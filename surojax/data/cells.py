@@ -11,7 +11,16 @@ from typing import Any
 from surojax.data.data_rows import BadRow, DataRow, NotARow
 from surojax.data.datasets import COMPLETIONS, MESSAGES, PROMPT, Dataset
 from surojax.data.given import TOKENS
-from surojax.data.row_fields import LABELS, LENGTHS, MASKS, POSITIONS, SEGMENTS
+from surojax.data.row_fields import (
+    BORDERS,
+    DOCUMENT_IDS,
+    LABELS,
+    LENGTHS,
+    MASKS,
+    POSITIONS,
+    SEGMENTS,
+    WEIGHTS_OF_DOCUMENTS,
+)
 from surojax.data.values import is_missing
 from surojax.errors import shown
 from surojax.untrusted import RepeatedKey, parse_json
@@ -24,7 +33,7 @@ _VALUES = {
     "preference": (("margin_field", "tools_field"), ()),
     "unpaired": (("label_field",), ()),
     "rollout": ((), (PROMPT, COMPLETIONS, "logprobs", "rewards", "advantages", *MASKS)),
-    "tokens": ((), (TOKENS, LABELS, POSITIONS, *LENGTHS, *MASKS)),
+    "tokens": ((), (TOKENS, LABELS, POSITIONS, *LENGTHS, *BORDERS, *DOCUMENT_IDS, *MASKS, *WEIGHTS_OF_DOCUMENTS)),
     SEGMENTS: ((), (SEGMENTS,)),
 }
 # Settings that name fields which hold a text or a list of messages.

@@ -172,7 +172,7 @@ def is_desirable(record: Mapping[str, Any], dataset: Dataset) -> bool:
     """Returns the label of an unpaired row: True if its answer is a good one."""
     label = record.get(dataset.label_field)
     if not isinstance(label, bool | int | float) or label not in (0, 1):
-        got = repr(label) if dataset.label_field in record else field_names(record)
+        got = shown(label, 40) if dataset.label_field in record else field_names(record)
         raise NotARow(
             f"expected true (a good answer) or false, or 1 or 0, in {dataset.label_field!r}, got {got}; name the "
             "label_field in the dataset, or correct the row"
@@ -186,10 +186,10 @@ def conversation(record: Mapping[str, Any], dataset: Dataset, system_prompt: str
     given = [name for name in names if record.get(name) is not None]
     given = [name for name in given if has_content(record[name])] or given
     if not given:
-        raise NotARow(
-            f"expected messages in {' or '.join(map(repr, names))}, got {field_names(record)}; name the field in the "
-            "dataset, or correct the row"
-        )
+        expected = f"expected messages in {' or '.join(map(repr, names))}"
+        if any(name in record for name in names):
+            raise NotARow(f"{expected}, got null; remove the row")
+        raise NotARow(f"{expected}, got {field_names(record)}; name the field in the dataset, or correct the row")
     messages = tool_calls.decoded(record[given[0]])
     if not isinstance(messages, list):
         raise NotARow(f"expected a list of messages, got a {type(messages).__name__}; correct the row")
@@ -256,7 +256,8 @@ def preference(
         if not isinstance(prompt, list):
             check_fields(record, dataset.type, fields_read(dataset, FUNCTIONS))
             system = _system(record, dataset) or dataset.system_prompt or system_prompt
-            prompt = _filled(record, dataset.prompt_field, "the prompt")
+            advice = "name the field in the dataset, or write what both answers begin with into it"
+            prompt = _filled(record, dataset.prompt_field, "the prompt", advice)
             more = {"tools": _tools(record, dataset), "variables": _variables(record)}
             check_repeats(record, dataset, reads, [("user", prompt), *(("assistant", answer) for answer in answers)])
             chosen, rejected = (PromptCompletion(system, prompt, answer, "", **more) for answer in answers)
@@ -266,6 +267,8 @@ def preference(
     worse = _of_messages(rejected, record, dataset, system_prompt)
     if better.messages == worse.messages:
         raise NotARow(_TIE)
+    if len(better.messages) == len(worse.messages) == 1:
+        raise NotARow("expected messages before the two answers, got none; add the prompt, or remove the row")
     are_answers = all(conversation.messages[-1]["role"] == "assistant" for conversation in (better, worse))
     if not are_answers or better.messages[:-1] != worse.messages[:-1]:
         raise NotARow(
@@ -364,9 +367,10 @@ def segments(record: Mapping[str, Any]) -> list[tuple[str, bool]]:
 def _variables(record: Mapping[str, Any]) -> dict[str, Any]:
     """Returns a row's variables of its chat template, verl's `enable_thinking` and documents among them."""
     found = tool_calls.decoded(record.get(VARIABLES))
-    if not isinstance(found, Mapping) and has_content(found):
+    if not isinstance(found, Mapping) and (isinstance(found, int | float) or has_content(found)):
         raise NotARow(f"expected an object in {VARIABLES!r}, got {shown(found, 40)}; correct the row")
-    variables = {name: value for name, value in (found or {}).items() if value is not None}
+    found = found if isinstance(found, Mapping) else {}
+    variables = {name: value for name, value in found.items() if value is not None}
     thinks = record.get(THINKS)
     if not is_missing(thinks) and thinks != "":
         said = variables.setdefault(THINKS, bool(number_of(thinks)))

@@ -259,17 +259,18 @@ def fields_read(dataset: Dataset, *others: str) -> set[str]:
     return names | set(others) | (set(MESSAGES) if is_chat else set())
 
 
-def resolve(dataset: Dataset, open_set: OpenSet = open_set) -> Dataset:
+def resolve(dataset: Dataset, open_set: OpenSet = open_set, wanted: str = "") -> Dataset:
     """Returns the dataset with its type decided, if "auto" from the first readable row.
 
-    Raises ConfigError if that row's fields fit no type, or there is none.
+    wanted: the type that is taken if the row has the fields of several. Raises ConfigError if that row's fields fit no
+    type, or there is none.
     """
     if dataset.type != "auto":
         return dataset
     bad = None
     for row in read_dataset(dataset, open_set):
         if isinstance(row, DataRow):
-            resolved = dataclasses.replace(dataset, type=_type_of_filled(row, dataset))
+            resolved = dataclasses.replace(dataset, type=_type_of_filled(row, dataset, wanted))
             _check_uses(resolved, row.where)
             return resolved
         bad = bad or row
@@ -277,7 +278,7 @@ def resolve(dataset: Dataset, open_set: OpenSet = open_set) -> Dataset:
     raise ConfigError(f"{bad.where}: {bad.reason}")
 
 
-def _type_of_filled(row: DataRow, dataset: Dataset) -> str:
+def _type_of_filled(row: DataRow, dataset: Dataset, wanted: str) -> str:
     """Returns the type of a row by the fields that have a value: a table has all fields in each row."""
     filled = {
         name: value
@@ -285,29 +286,25 @@ def _type_of_filled(row: DataRow, dataset: Dataset) -> str:
         if not (is_missing(value) or (isinstance(value, str) and not value))
     }
     with contextlib.suppress(ConfigError):
-        return _type_of(row._replace(record=filled), dataset)
-    return _type_of(row, dataset)
+        return _type_of(row._replace(record=filled), dataset, wanted)
+    return _type_of(row, dataset, wanted)
 
 
-def _type_of(row: DataRow, dataset: Dataset) -> str:
+def _type_of(row: DataRow, dataset: Dataset, wanted: str) -> str:
     messages = (dataset.messages_field,) if dataset.messages_field else MESSAGES
     fields = row.record.keys()
-    if any(name in fields for name in messages):
-        return "conversation"
-    if {dataset.prompt_field, dataset.completion_field} <= fields:
-        return "instruction"
-    if {dataset.instruction_field, dataset.output_field} <= fields:
-        return "instruction"
-    if {dataset.chosen_field, dataset.rejected_field} <= fields:
-        return "preference"
-    if {PROMPT, COMPLETIONS} <= fields:
-        return "rollout"
-    if dataset.text_field in fields:
-        return "text"
-    if SEGMENTS in fields:
-        return SEGMENTS
-    if given.TOKENS in fields:
-        return "tokens"
+    needed = [("conversation", {name}) for name in messages]
+    needed += [
+        ("instruction", {dataset.prompt_field, dataset.completion_field}),
+        ("instruction", {dataset.instruction_field, dataset.output_field}),
+        ("preference", {dataset.chosen_field, dataset.rejected_field}),
+        ("rollout", {PROMPT, COMPLETIONS}),
+        ("text", {dataset.text_field}),
+        (SEGMENTS, {SEGMENTS}),
+        ("tokens", {given.TOKENS}),
+    ]
+    if found := [type_ for type_, names in needed if names <= fields]:
+        return wanted if wanted in found else found[0]
     conversation = " or ".join(messages)
     instruction = f"{dataset.prompt_field} and {dataset.completion_field}"
     other_instruction = f"{dataset.instruction_field} and {dataset.output_field}"

@@ -86,7 +86,7 @@ def open_entry(
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        if say:
+        if say and os.path.lexists(target):  # else it is below a file
             say(f"data: {target} is damaged ({' '.join(str(error).split())[:200]}) and is written anew")
         return None
     if any(checked.get(file) != now for file, now in _times(target, meta).items()):

@@ -10,6 +10,7 @@ from typing import NamedTuple
 from surojax.data import splits
 from surojax.data.decompression import MARKS, format_of
 from surojax.errors import ConfigError
+from surojax.untrusted import is_pointer
 
 _OTHER_FORMATS = {  # by the first bytes of a file
     b"\xff\xfe": "convert the file (iconv -f utf-16 -t utf-8)",
@@ -94,6 +95,8 @@ def find_with_splits(item: str, suffixes: tuple[str, ...], split: str = "") -> F
             raise ConfigError(
                 f"{file}: expected a file, got a pipe or a device, which cannot be read twice; save it first"
             )
+        if os.access(file, os.R_OK) and is_pointer(file):
+            raise ConfigError(f"{file}: expected data, got a pointer of Git LFS; run git lfs pull in its folder")
         if format_of(file) not in suffixes:
             raise ConfigError(
                 f"{file}: expected a file ending in {' or '.join(suffixes)}, got '{file.suffix}'; "

@@ -12,6 +12,7 @@ from surojax.data.chat_files import own_turn_ends
 from surojax.data.tokenizer import Tokenizer
 from surojax.data.tokenizer_files import TokenizerFiles
 from surojax.errors import ConfigError
+from surojax.own_files import Optional, check_form
 from surojax.untrusted import check_file
 
 LLAMA3 = (
@@ -22,6 +23,18 @@ QWEN2 = LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
 # The rules for splitting, by the name in the file: "gpt2" is that of the tokenizers library itself, "digits" the same
 # after every digit is split off, and the others are regular expressions.
 NAMED = "tokenizer.chat_template."  # before the names of further chat templates, in keys
+_ID = Optional(range(2**32))
+# Types of the metadata's values that are read, see own_files.py.
+FORM = {
+    "tokenizer.chat_template": Optional(str),
+    "tokenizer.ggml.model": Optional(str),
+    "tokenizer.ggml.pre": Optional(str),
+    "tokenizer.ggml.tokens": Optional([str]),
+    "tokenizer.ggml.token_type": Optional([int]),
+    "tokenizer.ggml.merges": Optional([str]),
+    "tokenizer.ggml.add_bos_token": Optional(bool),
+    **{f"tokenizer.ggml.{name}_token_id": _ID for name in ("bos", "eos", "eot", "eom")},
+}
 RULES = {
     "default": "gpt2",
     "gpt-2": "gpt2",
@@ -90,7 +103,9 @@ def _metadata(path: Path) -> dict[str, Any]:
     try:
         check_file(path)
         fields = gguf.GGUFReader(path).fields
-        return {key: field.contents() for key, field in fields.items() if key.startswith("tokenizer.")}
+        metadata = {key: field.contents() for key, field in fields.items() if key.startswith("tokenizer.")}
+        check_form(metadata, FORM | {key: str for key in metadata if key.startswith(NAMED)})
+        return metadata
     except Exception as error:  # the library raises what a damaged file happens to cause
         reason = getattr(error, "strerror", None) or " ".join(str(error).split()) or type(error).__name__
         raise ConfigError(f"{path}: expected a GGUF file, got another ({reason[:200]}); fetch it again") from None

@@ -14,7 +14,7 @@ import numpy as np
 from surojax.data.arrow_files import check_names
 from surojax.data.data_rows import BadRow, DataRow
 from surojax.data.items import json_of
-from surojax.data.values import is_missing, plain
+from surojax.data.values import is_missing, plain, plain_row
 from surojax.errors import ConfigError
 
 NAME = "the rows given"  # as a path of a dataset, and in messages
@@ -41,7 +41,7 @@ class GivenRows:
                 f"data: expected an iterable of rows, got {type(rows).__name__} of {names}; give one of its values, "
                 "such as that of 'train', or put a row in a list"
             )
-        if isinstance(rows, str | bytes) or not isinstance(rows, Iterable):
+        if isinstance(rows, str | bytes | set | frozenset) or not isinstance(rows, Iterable):
             raise ConfigError(f"data: expected an iterable of rows, got {type(rows).__name__}; put it in a list")
         if iter(rows) is rows:
             raise ConfigError(f"data: expected rows that can be read again, got an iterator; {REPEATS}")
@@ -70,7 +70,7 @@ class GivenRows:
             if isinstance(row, str):
                 yield DataRow({"text": row}, where)
             elif isinstance(row, Mapping):
-                yield DataRow(plain(row, drops_nulls=self._is_table), where)
+                yield DataRow(plain_row(row, drops_nulls=self._is_table), where)
             elif isinstance(row, np.ndarray) or (isinstance(row, list | tuple) and row and isinstance(row[0], int)):
                 yield DataRow({TOKENS: row}, where)
             elif isinstance(row, list | tuple) and row and isinstance(row[0], Mapping):

@@ -70,7 +70,11 @@ def as_message(role: str, content: str, dataset: Dataset) -> dict[str, str]:
 
 
 def _message(message: Any, number: int, dataset: Dataset) -> tuple[Message, bool | None]:
-    """Returns a message with `role`, `content` and its other fields that are not null, and its weight."""
+    """Returns a message with `role`, `content` and its other fields that are not null, and its weight.
+
+    message: an object, or the JSON of one.
+    """
+    message = tool_calls.decoded(message)
     if not isinstance(message, Mapping):
         raise NotARow(f"expected message {number} as an object, got a {type(message).__name__}; correct the row")
     message = {name: value for name, value in message.items() if name not in dataset.ignored_fields}
@@ -118,14 +122,11 @@ def _filled_one(message: Mapping[str, Any], names: tuple[str, str], number: int)
 
 def _role(role: Any, number: int, dataset: Dataset) -> str:
     mapped = dict(dataset.roles)
-    found = role
-    if isinstance(role, str):
-        found = mapped.get(role, OTHER_ROLES.get(role, role))
+    found = mapped.get(role, OTHER_ROLES.get(role, role)) if isinstance(role, str) else ""
     if found not in (*ROLES, DEVELOPER, CALLING):
         raise NotARow(
             f"expected message {number} with a role of {', '.join((*ROLES, *OTHER_ROLES, DEVELOPER, CALLING))}, got "
-            f"{role!r}; "
-            "map it in roles of the dataset, as in dict(assistant='bot'), or correct the row"
+            f"{shown(role, 40)}; map it in roles of the dataset, as in dict(assistant='bot'), or correct the row"
         )
     return found
 

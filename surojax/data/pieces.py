@@ -6,12 +6,17 @@ the chat template's generation prompt ends. Some templates write an answer diffe
 """
 
 import functools
+import json
 import re
+from collections import Counter
 from typing import Any, NamedTuple
 
 from surojax.data.conversations import Conversation, PromptCompletion
 from surojax.data.data_rows import NotARow
 from surojax.data.rendering import Message, TemplateProgram
+from surojax.data.row_fields import REASONING
+from surojax.data.values import texts_in
+from surojax.errors import shown
 
 
 class DocumentPiece(NamedTuple):
@@ -34,7 +39,7 @@ def conversation_pieces(
 
     Answers with a weight of 0 are not trained. What follows the last answer that is trained is left out, unless
     everything is trained. Raises NotARow if no answer is to be trained, the template refuses the conversation or leaves
-    out a message, or its generation prompt does not begin an answer.
+    out a message or a part of an answer, or its generation prompt does not begin an answer.
     """
     messages, tools = conversation.messages, conversation.tools
     everything = train_on == "all"
@@ -47,7 +52,7 @@ def conversation_pieces(
     untrained = _untrained_answers(conversation) if everything else ()
     whole = render(messages)
     _check_shown(messages, whole, template)
-    _check_tools(tools or [], whole, template)
+    _check_tools(tools or [], messages, whole, template)
 
     pieces = []
     done = 0
@@ -64,12 +69,15 @@ def conversation_pieces(
             if i in untrained:
                 raise _rewritten(i, template)
             if everything:
+                if i == len(messages) - 1:
+                    _check_answer(messages[i], i, whole, template)
                 continue
             same = next((k for k, (a, b) in enumerate(zip(before, after, strict=False)) if a != b), len(after))
             raise NotARow(
                 f"expected an answer to begin with the generation prompt of {template.source}, got "
                 f"{after[same : same + 30]!r} in place of {before[same : same + 30]!r}; choose another chat_template"
             )
+        _check_answer(messages[i], i, whole[len(before) : len(after)], template)
         pieces += [
             DocumentPiece(whole[done : len(before)], everything),
             DocumentPiece(whole[len(before) : len(after)], i not in untrained),
@@ -145,25 +153,53 @@ def in_limits(program: tuple[str, ...], train_on: str, conversation: tuple) -> d
 
 
 def _check_shown(messages: list[Message], whole: str, template: TemplateProgram) -> None:
-    """Raises NotARow if the template leaves out messages to the assistant, or functions that the assistant calls."""
-    for message in messages:
-        if message["role"] != "assistant" and not _is_shown(message, whole):
+    """Raises NotARow if the template leaves out messages to the assistant, or parts of answers except their thoughts.
+
+    Those are left out of earlier answers by many templates, as in sampling.
+    """
+    for i, message in enumerate(messages):
+        if message["role"] == "assistant":
+            _check_answer(message, i, whole, template, with_thoughts=False)
+        elif not _is_shown(message["content"], whole, by_words=message["role"] == "tool"):
             raise NotARow(
                 f"expected {template.source} to show every message, got a text without that of the {message['role']}, "
                 f"{message['content'].strip()[:30]!r}; choose another chat_template"
             )
-        for name in _called(message):
-            if name not in whole:
-                raise NotARow(
-                    f"expected {template.source} to show every call of a tool, got a text without that of {name!r}; "
-                    "choose another chat_template, or remove the row"
-                )
 
 
-def _check_tools(tools: list[Any], whole: str, template: TemplateProgram) -> None:
+def _check_answer(
+    message: Message, i: int, text: str, template: TemplateProgram, *, with_thoughts: bool = True
+) -> None:
+    """Raises NotARow if a text lacks the content of answer i, its reasoning or one of its calls.
+
+    with_thoughts: whether the text has the answer's reasoning, which may be between tags in its content.
+    """
+    content = message["content"]
+    parts = [("content", content if with_thoughts else content.rpartition("</think>")[2], "a message of its own")]
+    if with_thoughts:
+        parts += [("reasoning", message[name], "the content") for name in REASONING if name in message]
+    for what, part, place in parts:
+        if not _is_shown(part, text, by_words=True):
+            raise NotARow(
+                f"expected {template.source} to show every part of an answer, got a text without the {what} of message "
+                f"{i + 1}, {shown(part.strip(), 40)}; write it into {place}, or choose another chat_template"
+            )
+    calls = _called(message)
+    for name, count in Counter(_names(calls)).items():
+        of_name = [call for call in calls if name in _names([call])]
+        values = [value for call in of_name for value in texts_in((call.get("function") or call).get("arguments"))]
+        if text.count(name) < count or not all(_is_shown(value, text, by_words=True) for value in values):
+            raise NotARow(
+                f"expected {template.source} to show every call of a tool, got a text without that of {name!r} in "
+                f"message {i + 1}; choose another chat_template, or remove the row"
+            )
+
+
+def _check_tools(tools: list[Any], messages: list[Message], whole: str, template: TemplateProgram) -> None:
     """Raises NotARow if the template leaves out a tool, as one that reads OpenAI's form does with others."""
+    called = Counter(name for message in messages for name in _names(_called(message)))
     for name in _names([tool for tool in tools if isinstance(tool, dict)]):
-        if name not in whole:
+        if whole.count(name) <= called[name]:
             raise NotARow(
                 f"expected {template.source} to show every tool, got a text without {name!r}; write tools as "
                 "{'type': 'function', 'function': {...}}, choose another chat_template, or set tools_field='' to leave "
@@ -171,17 +207,17 @@ def _check_tools(tools: list[Any], whole: str, template: TemplateProgram) -> Non
             )
 
 
-def _is_shown(message: Message, whole: str) -> bool:
-    """True if a text has a message's content; of a tool's result only the words, since some templates write JSON."""
-    parts = re.findall(r"\w+", message["content"]) if message["role"] == "tool" else [message["content"].strip()]
-    return all(part in whole for part in parts)
+def _is_shown(part: str, text: str, *, by_words: bool) -> bool:
+    """Returns True if a text has a part of a message. by_words: each word of it is enough, as for text within JSON."""
+    if part.strip() in text:
+        return True
+    words = re.findall(r"\w+", re.sub(r"</?think>", " ", part))
+    return by_words and all(word in text or json.dumps(word)[1:-1] in text for word in words)
 
 
-def _called(message: Message) -> list[str]:
-    """Returns the names of the functions that a message calls, as far as its tool_calls have OpenAI's form."""
-    calls = message.get("tool_calls")
-    calls = [call for call in calls if isinstance(call, dict)] if isinstance(calls, list) else []
-    return _names(calls)
+def _called(message: Message) -> list[dict[str, Any]]:
+    """Returns a message's calls of functions."""
+    return [call for call in message.get("tool_calls") or [] if isinstance(call, dict)]
 
 
 def _names(objects: list[dict[str, Any]]) -> list[str]:

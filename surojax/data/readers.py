@@ -20,12 +20,13 @@ from surojax.data.decompression import format_of, open_bytes
 from surojax.data.files import NotText, decode_utf8, unreadable
 from surojax.data.given import GivenRows
 from surojax.data.texts import READ, open_text, text_parts
-from surojax.data.values import plain
-from surojax.errors import ConfigError
+from surojax.data.values import plain_row
+from surojax.errors import ConfigError, shown
 from surojax.untrusted import RepeatedKey, parse_first, parse_json
 
 _WORD = 16  # characters, more than the longest word or escape of JSON has
 _SPACE = re.compile(r"[ \t\n\r]*")  # between the values of a JSON list
+INDEX = "Unnamed: 0"  # pandas' name of the index, which it writes into CSV as a first column without a name
 _NO_OBJECT = "expected a JSON object with the fields of a row"
 
 
@@ -68,7 +69,9 @@ def _parse_line(line: bytes, where: str, offset: int) -> DataRow | BadRow:
     except RepeatedKey as error:
         return _row_of(error, where)
     except ValueError as error:
-        return BadRow(where, f"{_NO_OBJECT}, got a line that is no JSON ({error}); correct or remove the line")
+        is_longer = isinstance(error, json.JSONDecodeError) and error.pos >= len(error.doc.rstrip())
+        advice = "write each object on one line" if is_longer else "correct or remove the line"
+        return BadRow(where, f"{_NO_OBJECT}, got a line that is no JSON ({error}); {advice}")
 
 
 def _row_of(record: Any, where: str) -> DataRow | BadRow:
@@ -171,7 +174,13 @@ def _read_csv(path: Path) -> Iterator[DataRow | BadRow]:
             if header is None:
                 if not all(map(str.isprintable, cells)):
                     _check_begin(path)
+                cells[0] = cells[0] or INDEX
                 header = check_names(cells, where)
+                if len(header) == 1 and (other := next((mark for mark in ";\t|" if mark in header[0]), None)):
+                    raise ConfigError(
+                        f"{where}: expected a header with commas between its cells, got {shown(header[0], 80)}; write "
+                        f"the file with commas in place of {other!r}"
+                    )
                 continue
             yield _row_of_cells(header, cells, where)
 
@@ -229,7 +238,7 @@ def read_set(rows: Iterable[Any] | GivenRows, name: str) -> Iterator[DataRow | B
         return
     try:
         for number, record in enumerate(rows, start=1):
-            yield DataRow(plain(record, drops_nulls=True), f"{name}, row {number}")
+            yield DataRow(plain_row(record, drops_nulls=True), f"{name}, row {number}")
     except Exception as error:  # those of damaged files, and of decoders of images and sound that are not installed
         raise ConfigError(
             f"{name}: expected rows from the datasets library, got {type(error).__name__} ({_one_line(error)}); "

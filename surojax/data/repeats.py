@@ -12,6 +12,7 @@ from surojax.data.data_rows import NotARow
 from surojax.data.datasets import MESSAGES, Dataset
 from surojax.data.messages import read_messages
 from surojax.data.row_fields import SPEAKERS, has_content
+from surojax.data.values import texts_in
 from surojax.errors import shown
 
 # The settings of a dataset that name such fields, beside MESSAGES.
@@ -61,7 +62,7 @@ def _repeats(value: Any, dataset: Dataset, said: Said, *, is_prompt: bool) -> bo
     try:
         other = _without_system(said_in(messages, dataset))
     except NotARow:  # turns in another form, as Capybara's
-        return all(text in SPEAKERS or _text_repeats(text, said, is_prompt=False) for text in _texts(messages))
+        return all(text in SPEAKERS or _text_repeats(text, said, is_prompt=False) for text in texts_in(messages))
     ours = _without_system(said)
     return any(ours[i : i + len(other)] == other for i in range(len(ours) - len(other) + 1))
 
@@ -81,13 +82,6 @@ def _text_repeats(text: str, said: Said, *, is_prompt: bool) -> bool:
         text in content or (role == "assistant" and content in text)
         for role, content in zip(roles, contents, strict=True)
     )
-
-
-def _texts(value: Any) -> list[str]:
-    """Returns the texts in nested lists and objects."""
-    if isinstance(value, Mapping | list):
-        return [text for part in (value.values() if isinstance(value, Mapping) else value) for text in _texts(part)]
-    return [value] if isinstance(value, str) and value.strip() else []
 
 
 def _words(text: str) -> str:

@@ -3,9 +3,10 @@
     {"prompt_ids": [5, 6], "completion_ids": [[7, 2], [8, 9, 2]], "logprobs": [[-0.1, -0.3], [-1.2, -0.4, -0.1]],
      "rewards": [1.0, 0.0]}
 
-logprobs: of each token of a completion, when it was sampled, in nats. rewards: of each completion, of which those of a
-row are a group: an advantage is (reward - mean) / (standard deviation + 1e-4), with n - 1, as in TRL. Or `advantages`:
-these, computed by whoever wrote the row. Names are those that TRL's rollouts have.
+logprobs: of each token of a completion, when it was sampled, in nats. rewards: of each completion, numbers, or true and
+false, which are 1 and 0. Those of a row are a group: an advantage is (reward - mean) / (standard deviation + 1e-4),
+with n - 1, as in TRL. Or `advantages`: these, computed by whoever wrote the row. Names are those that TRL's rollouts
+have.
 """
 
 from collections.abc import Iterable, Mapping
@@ -134,8 +135,9 @@ def _lists(record: Mapping[str, Any], name: str) -> list[Any]:
 def _numbers(values: Any, name: str) -> np.ndarray:
     """Checks that numbers are finite in float32 and returns float64 `[n]`. Raises NotARow."""
     numbers = _array(values)
-    if numbers is None or numbers.ndim != 1 or numbers.dtype.kind not in "fiu":
-        raise NotARow(f"{name}: expected a list of numbers, got others")
+    kinds = "fiub" if name == REWARDS else "fiu"
+    if numbers is None or numbers.ndim != 1 or numbers.dtype.kind not in kinds:
+        raise NotARow(f"{name}: expected a list of numbers, got {shown(values, 80)}")
     numbers = numbers.astype(np.float64)
     if not (fits := np.abs(numbers) <= LARGEST_FLOAT).all():
         raise NotARow(f"{name}: expected finite numbers, which float32 can hold, got {numbers[~fits][0]}")

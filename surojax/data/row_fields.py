@@ -29,7 +29,11 @@ REASONING = (
 )
 # Weights of messages: OpenAI's and Mistral's, Axolotl's, ms-swift's, verl's.
 WEIGHTS = ("weight", "train", "training", "trainable", "loss", "loss_scale", "loss_mask", "loss_weight")
-WEIGHTS_OF_ROWS = ("weight", "sample_weight", "loss_weight", "loss_scale", "train", "trainable")  # `loss` is metadata
+WEIGHTS_OF_DOCUMENTS = ("sample_weight", "sample_weights", "loss_weight", "loss_weights", "token_weights", "weights")
+WEIGHTS_OF_ROWS = (  # without `loss`, which is metadata there
+    *("weight", "train", "training", "trainable", "loss_scale", "loss_mask", "sample_weight", "sample_weights"),
+    *("loss_weight", "loss_weights", "weights"),
+)
 # Masks of tokens, of rows of token ids: 0 leaves a token out.
 MASKS = (
     *("attention_mask", "loss_mask", "completion_mask", "assistant_masks", "assistant_mask", "response_mask"),
@@ -42,7 +46,10 @@ VARIABLES = "chat_template_kwargs"  # as TRL's: further variables of the chat te
 THINKS = "enable_thinking"  # one of them, which rows of verl have beside the messages
 DOCUMENTS = "documents"  # another, which transformers has an argument for
 POSITIONS = "position_ids"  # of rows of token ids
-LENGTHS = ("seq_lengths", "seq_lens", "sequence_lengths")  # of the documents that a row of token ids is made of
+# Of the documents that a row of token ids is made of: their lengths, where they begin and end, their number at each id.
+LENGTHS = ("seq_lengths", "seq_lens", "sequence_lengths")
+BORDERS = ("cu_seqlens", "cu_seq_lens")
+DOCUMENT_IDS = ("segment_ids", "document_ids", "sequence_ids")
 SEGMENTS = "segments"  # Axolotl's rows: texts, each with a label that says whether it is trained
 SPEAKERS = ("user", "human", "prompter", "assistant", "gpt", "bot", "model", "system", "tool", "function")
 PAIRS = ("instruction", "unpaired")  # types of rows that are a prompt and a completion
@@ -72,7 +79,9 @@ def is_prose(value: Any) -> bool:
 
 
 def is_weight(value: Any) -> bool:
-    """Returns True for a number or truth value, or the text of one, that is not 1."""
+    """Returns True for a number or truth value, or the text of one, that is not 1, and for a list with one."""
+    if isinstance(value, list | tuple | np.ndarray):
+        return any(map(is_weight, value))
     return number_of(value) not in (None, 1)
 
 
@@ -98,9 +107,19 @@ def begins_anew(positions: Any) -> bool:
     return isinstance(positions, list | tuple | np.ndarray) and list(positions) != [*range(len(positions))]
 
 
-def has_several(lengths: Any) -> bool:
-    """Returns True for a list of more than one length."""
-    return isinstance(lengths, list | tuple | np.ndarray) and len(lengths) > 1
+def has_several(lengths: Any, least: int = 2) -> bool:
+    """Returns True for a list of `least` numbers or more."""
+    return isinstance(lengths, list | tuple | np.ndarray) and len(lengths) >= least
+
+
+def has_borders(places: Any) -> bool:
+    """Returns True for the ends of several documents, after the 0 at which the first begins."""
+    return has_several(places, 3)
+
+
+def has_different(numbers: Any) -> bool:
+    """Returns True for a list with two numbers that differ."""
+    return has_several(numbers) and len(set(map(str, numbers))) > 1
 
 
 def is_false(value: Any) -> bool:
@@ -170,7 +189,7 @@ MEANINGS = (
         "write the row as a prompt, chosen and rejected",
     ),
     Meaning(WEIGHTS_OF_ROWS, "weight of the row", CHATS, "remove the row, or repeat it", is_weight),
-    Meaning(("sample_weight", "loss_weight"), "weight of the row", DOCUMENT_TYPES, "remove the row", is_weight),
+    Meaning(WEIGHTS_OF_DOCUMENTS, "weight of the row", DOCUMENT_TYPES, "remove the row", is_weight),
     Meaning(
         ("role", "from", "speaker"),
         "role beside a text, which makes it a message",
@@ -185,7 +204,9 @@ MEANINGS = (
     Meaning(
         (POSITIONS,), "positions that begin anew", ("tokens",), "give a row for each document, as a list", begins_anew
     ),
-    Meaning(LENGTHS, "several documents", ("tokens",), "give a row for each document", has_several),
+    Meaning(LENGTHS, "division into documents", ("tokens",), "give a row for each document", has_several),
+    Meaning(BORDERS, "division into documents", ("tokens",), "give a row for each document", has_borders),
+    Meaning(DOCUMENT_IDS, "division into documents", ("tokens",), "give a row for each document", has_different),
     Meaning(
         ("reflection", "corrected"), "further turns beside the answer", PAIRS, "write all turns as messages", is_prose
     ),

@@ -72,19 +72,17 @@ class Entries(NamedTuple):
         """Opens the caller's rows, or a set that the `datasets` library finds."""
         return self.rows if self.rows is not None and name == given.NAME else open_set(name, subset, split)
 
-    def resolved(self, open_set: OpenSet) -> "Entries":
-        """Returns the entries with their types decided. Raises ConfigError if the first row of one fits no type."""
-        return self._replace(
-            datasets=tuple(datasets.resolve(dataset, open_set) for dataset in self.datasets),
-            validation={name: datasets.resolve(dataset, open_set) for name, dataset in self.validation.items()},
-        )
+    def resolved(self, open_set: OpenSet, rows: str) -> "Entries":
+        """Returns the entries with their types decided. Raises ConfigError if the first row of one fits no type.
 
-    def taken_as(self, rows: str) -> "Entries":
-        """Adapts entries to an objective's type of rows: "unpaired" also takes rows of prompt and completion."""
+        rows: the type that the objective takes, "": any other. Rows that have its fields are of it, whatever else they
+        have; "unpaired" also takes rows of prompt and completion.
+        """
 
         def taken(dataset: Dataset) -> Dataset:
-            is_taken = rows == "unpaired" and dataset.type == "instruction"
-            return dataclasses.replace(dataset, type=rows) if is_taken else dataset
+            found = _resolved(dataset, open_set, rows)
+            is_taken = rows == "unpaired" and found.type == "instruction"
+            return dataclasses.replace(found, type=rows) if is_taken else found
 
         validation = {name: taken(dataset) for name, dataset in self.validation.items()}
         return self._replace(datasets=tuple(map(taken, self.datasets)), validation=validation)
@@ -180,8 +178,7 @@ def load_data(
         raise ConfigError(files.NO_DATA)
     open_once = functools.cache(entries.open_set)
     for_held_out = "validation_datasets" if entries.datasets else "eval_data"
-    entries = _with_data(entries, settings, open_once).resolved(open_once)
-    entries = entries.taken_as(rows)
+    entries = _with_data(entries, settings, open_once, rows).resolved(open_once, rows)
     _check_uses(entries, settings)
     _check_rows(entries, settings, rows)
     if _has_rows(entries) and (note := templates.template_note(settings.chat_template, tokenizer)):
@@ -223,28 +220,33 @@ def load_data(
     return Data(train, evaluated, next(iter(sets.values()))[0][0])
 
 
-def _with_data(entries: Entries, settings: Settings, open_set: OpenSet) -> Entries:
+def _resolved(dataset: Dataset, open_set: OpenSet, rows: str) -> Dataset:
+    """Decides a dataset's type for an objective that takes `rows`."""
+    return datasets.resolve(dataset, open_set, "instruction" if rows == "unpaired" else rows)
+
+
+def _with_data(entries: Entries, settings: Settings, open_set: OpenSet, rows: str) -> Entries:
     """Adds an entry for `data`, and one named "" for `eval_data`, unless `data` is read as documents."""
     if (
         entries.datasets
         or settings.data == corpus.STDLIB
-        or (rows := _rows_of(settings.data, settings, open_set)) is None
+        or (found := _rows_of(settings.data, settings, open_set, rows)) is None
     ):
         return entries
     evaluated = {}
     if settings.eval_data:
         evaluated[""] = _entry(settings.eval_data, settings)
-    return entries._replace(datasets=(rows,), validation=evaluated | dict(entries.validation))
+    return entries._replace(datasets=(found,), validation=evaluated | dict(entries.validation))
 
 
-def _rows_of(names: str, settings: Settings, open_set: OpenSet) -> Dataset | None:
+def _rows_of(names: str, settings: Settings, open_set: OpenSet, rows: str) -> Dataset | None:
     """Makes the entry of a comma list of paths, with its type decided; None: documents for `load_corpora`."""
     entry = _entry(names, settings)
     with contextlib.suppress(ConfigError):  # other kinds of files, or none
         documents = dataclasses.replace(entry, path=tuple(map(str, corpus.expand(names).files)))
-        if datasets.resolve(documents, open_set).type == "text":
+        if _resolved(documents, open_set, rows).type == "text":
             return None
-    return datasets.resolve(entry, open_set)
+    return _resolved(entry, open_set, rows)
 
 
 def _entry(names: str, settings: Settings) -> Dataset:

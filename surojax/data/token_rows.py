@@ -30,7 +30,7 @@ class TokenEncoder:
         """Reads the ids of a row, or returns a `BadRow`; a `BlankRow` for no ids, which an empty text becomes."""
         if isinstance(row, BadRow):
             return Item(row, key_of_bad(row), 0)
-        if isinstance(given := row.record.get(TOKENS), list | tuple | np.ndarray) and np.shape(given) == (0,):
+        if isinstance(given := row.record.get(TOKENS), list | tuple | np.ndarray) and np.array_equal(given, []):
             return BlankRow(row.where)
         try:
             row_fields.check_fields(row.record, "tokens", (TOKENS,))

@@ -13,8 +13,8 @@ import numpy as np
 def plain(value: Any, *, drops_nulls: bool = False) -> Any:
     """Converts a value, and those in it, to None, bool, int, float, str, list and dict, where they stand for such.
 
-    Arrays of numbers stay arrays; what JSON has nothing for stays as it is. drops_nulls: of mappings, as Arrow adds a
-    null for each field that only other rows have.
+    What JSON has nothing for stays as it is. drops_nulls: of mappings, as Arrow adds a null for each field that only
+    other rows have.
     """
     if value is None or isinstance(value, str | bool | int | float):
         return value.item() if isinstance(value, np.generic) else value
@@ -24,8 +24,20 @@ def plain(value: Any, *, drops_nulls: bool = False) -> Any:
     if isinstance(value, list | tuple):
         return [plain(x, drops_nulls=drops_nulls) for x in value]
     if isinstance(value, np.ndarray):
-        return value if value.dtype.kind in "iuf" else plain(value.tolist(), drops_nulls=drops_nulls)
+        return plain(value.tolist(), drops_nulls=drops_nulls)
     return plain_scalar(value)
+
+
+def plain_row(row: Mapping[str, Any], *, drops_nulls: bool) -> dict[str, Any]:
+    """Converts the values of a row; an array of numbers, such as token ids, stays one.
+
+    drops_nulls: see `plain`; of the objects in the row, not of the row itself, as in a file.
+    """
+    return {str(name): x if _has_numbers(x) else plain(x, drops_nulls=drops_nulls) for name, x in row.items()}
+
+
+def _has_numbers(value: Any) -> bool:
+    return isinstance(value, np.ndarray) and value.dtype.kind in "iuf"
 
 
 def plain_scalar(value: Any) -> Any:
@@ -58,6 +70,13 @@ def number_of(value: Any) -> int | float | None:
         except ValueError:
             return None
     return value if isinstance(value, bool | int | float) else None
+
+
+def texts_in(value: Any) -> list[str]:
+    """Returns the texts in nested lists and objects that are not blank."""
+    if isinstance(value, Mapping | list):
+        return [text for part in (value.values() if isinstance(value, Mapping) else value) for text in texts_in(part)]
+    return [value] if isinstance(value, str) and value.strip() else []
 
 
 def is_missing(value: Any) -> bool:

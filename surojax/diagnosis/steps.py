@@ -179,7 +179,8 @@ def several(asked: Asked) -> Iterator[Verdict]:
 
 def claims(check: str, asked: Asked, names: Sequence[str], devices: Sequence) -> Iterator[Verdict]:
     """Yields verdicts on rows of `surojax verify`, each a claim that a setting does not change results."""
-    with verifier.Curves(small_config(asked, devices[0]), STEPS, devices, VERIFY_OFFSETS) as curves:
+    config = verifier.to_the_bit(small_config(asked, devices[0]), devices)
+    with verifier.Curves(config, STEPS, devices, VERIFY_OFFSETS) as curves:
         rows = [curves.table[name] for name in names]
         curves.plan(rows)
         for row in rows:

@@ -29,6 +29,7 @@ from surojax.families.names import LAYER_NUMBER, by_our_name, find_tensor, renam
 from surojax.families.registry import tensor_names
 from surojax.families.window_keys import FULL, SLIDING
 from surojax.models.decoder_config import channels
+from surojax.own_files import Optional, check_form
 from surojax.sizes import check_largest
 from surojax.untrusted import check_file
 
@@ -40,6 +41,8 @@ FAMILIES = {  # by architecture
     ARCHITECTURE_OF[name]: family.gguf for name, family in registry.FAMILIES.items() if family.gguf is not None
 }
 AGAIN = "fetch the file again"
+# Types of the metadata's values that are read before those of an architecture, see own_files.py.
+FORM = {"general.architecture": Optional(str), "split.count": Optional(range(2**16))}
 FREQUENCIES = "rope_freqs.weight"  # what a rotary embedding of the type llama3 divides each frequency by
 # Keys of the metadata after the architecture's name, and theirs in config.json.
 SIZES = {
@@ -92,6 +95,7 @@ def open_file(path: Path) -> Contents:
     try:
         check_file(path)
         contents = _parsed(path, path.stat().st_mtime_ns)
+        check_form(contents.metadata, FORM)
     except Exception as error:  # the library raises what a damaged file happens to cause
         reason = getattr(error, "strerror", None) or " ".join(str(error).split()) or type(error).__name__
         raise ConfigError(f"model_path: cannot read {path} as GGUF ({reason[:200]}); {AGAIN}") from error
@@ -234,7 +238,8 @@ def _rope_scaling(
     """Translates the metadata to the rope_scaling of a config.json; None without scaling."""
     if FREQUENCIES in contents.tensors:
         return _from_divisors(contents, divisors_F, sizes["rope_theta"], head_dim)
-    kind = given.get(SCALING_TYPE, "none")
+    is_scaled = given.get("rope.scaling.factor") not in (None, 0, 1)
+    kind = given.get(SCALING_TYPE, "linear" if is_scaled else "none")  # as llama.cpp takes a factor without a type
     if kind == "none":
         return None
     scaling = {theirs: given.get(ours) for ours, theirs in SCALING.items()}

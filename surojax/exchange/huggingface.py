@@ -90,7 +90,7 @@ def _settings(config: dict[str, Any]) -> dict[str, Any]:
     if unknown := sorted(said - {*family.defaults, *required, *NEUTRAL}):
         raise ConfigError(
             f"model_path: config.json has {', '.join(unknown)}, which may change what the model computes and is not "
-            f"known for {name}"
+            f"known for {name}; remove it if transformers computes the same without it"
         )
     for key, allowed in required.items():
         is_off = key in OFF and key not in said

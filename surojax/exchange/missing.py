@@ -49,6 +49,12 @@ def adapter_instead(folder: Path) -> str:
     return "; it has a whole model, for model_path" if (folder / "config.json").is_file() else ""
 
 
+def misnamed(folder: Path, index: str) -> str:
+    """Says for a message's end which safetensors files a folder has under other names, and what to change; ""."""
+    files = [path.name for path in sorted(folder.glob("*.safetensors"))]
+    return f"{files[0]}; fetch {index} too, or rename the file if the whole model is in it" if files else ""
+
+
 def held_instead(folder: Path) -> str:
     """Says for a message's end what a folder without weights in safetensors has, and what to change; "": nothing."""
     if (folder / ADAPTER).is_file():

@@ -134,7 +134,7 @@ class Weights:
                 return file_of
             except (OSError, ValueError, KeyError, TypeError) as error:
                 raise ConfigError(f"model_path: cannot read {index} ({error!r}); {AGAIN}") from error
-        got = missing.held_instead(self.path) or f"neither; {AGAIN}"
+        got = missing.held_instead(self.path) or missing.misnamed(self.path, INDEX) or f"neither; {AGAIN}"
         raise ConfigError(f"model_path: expected {SINGLE} or {INDEX} in {self.path}, got {got}")
 
     def _open(self, name: str) -> Shard:
@@ -387,12 +387,14 @@ def check_tensors(weights: Tensors, model: Model) -> None:
     unused -= {TENSOR_NAMES["head"]} if tied_head else set()
     if unused:
         raise ConfigError(
-            f"model_path: {weights.path} has {min(unused)[:200]}, which a model with this config.json does not use"
+            f"model_path: {weights.path} has {min(unused)[:200]}, which a model with this config.json does not use; "
+            "correct that, or save the model by itself"
         )
     for name, shape in expected.items():
         if weights.shape(name) != shape:
             raise ConfigError(
-                f"model_path: {name}: expected {[*shape]}, as config.json says, got {[*weights.shape(name)]}"
+                f"model_path: {name}: expected {[*shape]}, as config.json says, got {[*weights.shape(name)]}; correct "
+                f"that, or {AGAIN}"
             )
     if tied_head and not np.array_equal(weights.read(TENSOR_NAMES["head"]), weights.read(TENSOR_NAMES["embed"])):
         raise ConfigError(

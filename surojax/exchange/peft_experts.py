@@ -105,9 +105,13 @@ def described_modules(
         names = [name for name in names if name not in ends]
     known = ", ".join(f"{module}.{name}" for name in PARAMETERS) if module_names else "none in a model without experts"
     need(not names, "target_parameters", f"names among {known}", "give an adapter of this model")
-    patterns = {key: content.get(key) or {} for key in ("rank_pattern", "alpha_pattern")}
-    for key, pattern in patterns.items():
-        is_known = isinstance(pattern, dict) and all(_is_of_both(name) for name in pattern)
+    patterns: dict[str, Any] = {}
+    for key, of_all in (("rank_pattern", "r"), ("alpha_pattern", "lora_alpha")):
+        pattern = content.get(key) or {}
+        if isinstance(pattern, dict):  # without modules of which it says what is said of all
+            pattern = {name: x for name, x in pattern.items() if x != content.get(of_all)}
+        patterns[key] = pattern
+        is_known = isinstance(pattern, dict) and len(pattern) < 2 and all(map(_is_of_both, pattern))
         expected = f"{TOGETHER} alone in it" if TOGETHER in parameters else "it off"
         need(is_known and (not pattern or TOGETHER in parameters), key, expected, "nothing else is computed here")
     rank: Any = content.get("r")

@@ -14,16 +14,18 @@ import functools
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.dispatch import Implementation
 from pallas_kernels.manual_axes import mark_varying, varying_axes
 from surojax.models.delta_rule import (
     Affine,
     ChunkSizes,
     Tokens,
     all_in_groups,
+    chosen_sizes,
     chunk_maps,
     gated_delta_rule,
+    gradients_in_groups,
     group_forward,
-    in_groups,
     prepared,
     rule_backward,
     rule_forward,
@@ -39,6 +41,7 @@ def rule_of_pieces(
     starts: jax.Array | None = None,
     state: jax.Array | None = None,
     sizes: ChunkSizes | None = None,
+    implementation: Implementation = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Computes `gated_delta_rule` of pieces, which are the rows of `tokens`; without `cp` each is a row.
 
@@ -46,7 +49,8 @@ def rule_of_pieces(
     after the last token, and the gradients of both.
     """
     if not context.is_divided():
-        return gated_delta_rule(tokens, starts, state, sizes)
+        return gated_delta_rule(tokens, starts, state, sizes, implementation)
+    sizes = sizes or chosen_sizes(tokens, implementation)
     sizes, *arguments = prepared(tokens, starts, state, sizes, RowPieces(method, 0).per_row)
     return _rule_of_pieces(sizes, method, *arguments)
 
@@ -77,6 +81,8 @@ _rule_of_pieces.defvjp(_forward, _backward)
 
 def map_of(sizes: ChunkSizes, tokens: Tokens, starts: jax.Array) -> Affine:
     """Returns the map of the state by all tokens of each row."""
+    if sizes.kernel:
+        return _map_by_kernels(sizes, tokens, starts)
     times = functools.partial(jnp.einsum, "BKrkl,BKrlv->BKrkv", precision=sizes.precision)
     B, _, K, r, v = tokens.v.shape
     k = tokens.k.shape[-1]
@@ -95,6 +101,19 @@ def map_of(sizes: ChunkSizes, tokens: Tokens, starts: jax.Array) -> Affine:
     begin = jnp.broadcast_to(jnp.eye(k, k + v, dtype=wide), (B, K, r, k, k + v))
     h, _ = jax.lax.scan(group, mark_varying(begin, varying_axes(tokens.v)), groups)
     return Affine(h[..., :k], h[..., k:])
+
+
+def _map_by_kernels(sizes: ChunkSizes, tokens: Tokens, starts: jax.Array) -> Affine:
+    """M is what becomes of each unit vector if tokens have no values; B is what they write if there is no state."""
+    B, T, K, r, v = tokens.v.shape
+    k = tokens.k.shape[-1]
+    wide = jnp.promote_types(tokens.v.dtype, jnp.float32)
+    axes = varying_axes(tokens.v)
+    eye = mark_varying(jnp.broadcast_to(jnp.eye(k, dtype=wide), (B, K, r, k, k)), axes)
+    no_values = tokens._replace(v=mark_varying(jnp.zeros((B, T, K, r, k), tokens.v.dtype), axes))
+    (_, M), _ = rule_forward(sizes, no_values, starts, eye)
+    (_, written), _ = rule_forward(sizes, tokens, starts, mark_varying(jnp.zeros((B, K, r, k, v), wide), axes))
+    return Affine(M, written)
 
 
 def states_between(
@@ -124,5 +143,5 @@ def _gradient_of_state(sizes: ChunkSizes, saved, d_out: jax.Array) -> jax.Array:
         _, vjp = jax.vjp(lambda state: group_forward(sizes, tokens, starts, state), state)
         return vjp((d_out, d_state))[0], None
 
-    groups = (*all_in_groups(sizes, tokens, starts), before, in_groups(sizes, d_out))
+    groups = (*all_in_groups(sizes, tokens, starts), before, gradients_in_groups(sizes, d_out, tokens))
     return jax.lax.scan(step, jnp.zeros_like(before[0]), groups, reverse=True)[0]

@@ -14,7 +14,8 @@ A chunk of C tokens is an affine map of the state, h' = M h + B, and so are its 
 a state nor a gradient crosses one.
 
 A group of chunks is computed at once, then its states one after another. The backward pass keeps the inputs and the
-state before each group, and computes a group's maps again.
+state before each group, and computes a group's maps again. On GPUs pallas_kernels/gated_delta_chunks.py computes larger
+groups, if the setting `kernels` says so: without maps, whose bytes take most of the time.
 
 Shape suffixes: B batch, T tokens, G groups, N chunks of a group, C (also i, j) tokens of a chunk, K key heads, r value
 heads of a key head, k channels of a key, v channels of a value.
@@ -26,32 +27,30 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import dispatch
+from pallas_kernels import dispatch, gated_delta_chunks
+from pallas_kernels.dispatch import Implementation
+from pallas_kernels.gated_delta_chunks import FLOOR, Tokens, unit_length
 from pallas_kernels.manual_axes import mark_varying, varying_axes
 
 CHUNK, CHUNKS = 128, 16
 LONG_AGO = -(2**30)  # start of a document that began before these tokens
-FLOOR = -30.0  # of g: e^-30 is nothing, but sums of lower numbers lose the digits of the weak decays after them
 SMALL = 16  # tokens of a block whose inverse is made of whole matrices: fewer and larger kernels than of parts
-EPS = 1e-6  # of the norm of queries and keys, whatever the model's
-
-
-class Tokens(NamedTuple):
-    """The rule's inputs: q, k `[B, T, K, k]`, v `[B, T, K, r, v]`; g (log of the decay), beta `[B, T, K, r]`."""
-
-    q: jax.Array
-    k: jax.Array
-    v: jax.Array
-    g: jax.Array
-    beta: jax.Array
+KERNEL_CHUNKS = 128  # at most, of a group by the kernels: more save fewer states, and take more memory
 
 
 class ChunkSizes(NamedTuple):
-    """Tokens of a chunk, a power of 2; chunks of a group; tf32: products read 10 bits of a mantissa."""
+    """How the rule is computed.
+
+    chunk: tokens of one, a power of 2. chunks: of a group. tf32: products read 10 bits of a mantissa. kernel: groups
+    are computed by pallas_kernels/gated_delta_chunks.py, which has precisions of its own. interpret: in Pallas'
+    interpreter.
+    """
 
     chunk: int = CHUNK
     chunks: int = CHUNKS
     tf32: bool = False
+    kernel: bool = False
+    interpret: bool = False
 
     @property
     def precision(self) -> Any:
@@ -67,30 +66,43 @@ class Affine(NamedTuple):
 
 
 def gated_delta_rule(
-    tokens: Tokens, starts: jax.Array | None = None, state: jax.Array | None = None, sizes: ChunkSizes | None = None
+    tokens: Tokens,
+    starts: jax.Array | None = None,
+    state: jax.Array | None = None,
+    sizes: ChunkSizes | None = None,
+    implementation: Implementation = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Returns (outputs `[B, T, K, r, v]`, state after the last token `[B, K, r, k, v]`), in float32 at least.
 
     Queries and keys are divided by their lengths, and queries also by sqrt(k).
     starts: int32 `[B, T]` or `[1, T]`, index among these tokens at which each token's document starts, negative if
-    before them; None: all go on from `state`. state: before the first token; None: zeros. sizes: None: chosen here.
+    before them; None: all go on from `state`. state: before the first token; None: zeros. sizes: None: chosen here, by
+    `implementation` among others: see pallas_kernels/dispatch.py.
     """
-    return _rule(*prepared(tokens, starts, state, sizes))
+    return _rule(*prepared(tokens, starts, state, sizes or chosen_sizes(tokens, implementation)))
+
+
+def chosen_sizes(tokens: Tokens, implementation: Implementation) -> ChunkSizes:
+    """The sizes for these tokens. Raises Unserved if the kernels were asked for and do not take the heads."""
+    T, key, value = tokens.v.shape[1], tokens.k.shape[-1], tokens.v.shape[-1]
+    C = gated_delta_chunks.CHUNK
+    if T >= C and gated_delta_chunks.serves(tokens.v.dtype, key, value, implementation):
+        groups = -(-T // (C * KERNEL_CHUNKS))  # of equal size, so that little is added to the last one
+        return ChunkSizes(C, -(-T // (C * groups)), kernel=True)
+    tf32 = tokens.v.dtype.itemsize == 2 and dispatch.choose("delta_rule", None) == "mosaic"
+    return ChunkSizes(min(CHUNK, 1 << (T - 1).bit_length()), CHUNKS, tf32)
 
 
 def prepared(
     tokens: Tokens,
     starts: jax.Array | None,
     state: jax.Array | None,
-    sizes: ChunkSizes | None,
+    sizes: ChunkSizes,
     pieces: int = 1,
 ) -> tuple[ChunkSizes, Tokens, jax.Array, jax.Array]:
     """Fills in the arguments of `gated_delta_rule` that are None. pieces: rows of tokens for each row of the state."""
     B, T, K, r, v = tokens.v.shape
     wide = jnp.promote_types(tokens.v.dtype, jnp.float32)
-    if sizes is None:
-        tf32 = tokens.v.dtype.itemsize == 2 and dispatch.choose("delta_rule", None) == "mosaic"
-        sizes = ChunkSizes(min(CHUNK, 1 << (T - 1).bit_length()), CHUNKS, tf32)
     starts = jnp.full((1, T), LONG_AGO, jnp.int32) if starts is None else starts
     before = jnp.zeros((B // pieces, K, r, tokens.k.shape[-1], v), wide) if state is None else state
     axes = frozenset().union(*map(varying_axes, (*tokens, starts, before)))
@@ -149,11 +161,6 @@ solved.defvjp(_solved_forward, _solved_backward)
 # --- a group of chunks ------------------------------------------------------------------------------------------------
 
 
-def unit_length(x: jax.Array) -> jax.Array:
-    """Divides the last dimension by its length."""
-    return x * jax.lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) + EPS)
-
-
 def decays(g_BNKrC: jax.Array, starts_BNC: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     """Returns (pair `[..., i, j]`, enter `[..., i]`, leave `[..., j]`, through `[..., 1]`).
 
@@ -203,7 +210,9 @@ def chunk_maps(sizes: ChunkSizes, tokens: Tokens, starts_BNC: jax.Array) -> tupl
 
 
 def group_forward(sizes: ChunkSizes, tokens: Tokens, starts_BNC: jax.Array, state: jax.Array):
-    """Returns (outputs `[B, N, C, K, r, v]`, state after) of a group of chunks."""
+    """Returns (outputs `[B, N, C, K, r, v]`, state after) of a group of chunks. The kernels' outputs have v's dtype."""
+    if sizes.kernel:
+        return _group_by_kernels(sizes, tokens, starts_BNC, state)
     times = functools.partial(jnp.einsum, precision=sizes.precision)
     states, outputs = chunk_maps(sizes, tokens, starts_BNC)
 
@@ -215,6 +224,18 @@ def group_forward(sizes: ChunkSizes, tokens: Tokens, starts_BNC: jax.Array, stat
     state, before = jax.lax.scan(step, state, of_chunks, unroll=True)
     out = times("BNKrik,BNKrkv->BNKriv", outputs.M, jnp.moveaxis(before, 0, 1)) + outputs.B
     return out.transpose(0, 1, 4, 2, 3, 5), state
+
+
+def _group_by_kernels(sizes: ChunkSizes, tokens: Tokens, starts_BNC: jax.Array, state: jax.Array):
+    B, N, C = tokens.q.shape[:3]
+
+    def flat(x):
+        return x.reshape(len(x), N * C, *x.shape[3:])
+
+    first = C * jnp.arange(N, dtype=starts_BNC.dtype)[None, :, None]
+    how = {"implementation": "mosaic", "interpret": sizes.interpret, "chunk": C}
+    out, state = gated_delta_chunks.gated_delta(jax.tree.map(flat, tokens), flat(starts_BNC + first), state, **how)
+    return out.reshape(B, N, C, *out.shape[2:]), state
 
 
 # --- all groups, one after another ------------------------------------------------------------------------------------
@@ -237,6 +258,11 @@ def all_in_groups(sizes: ChunkSizes, tokens: Tokens, starts_BT: jax.Array) -> tu
     return jax.tree.map(lambda x: in_groups(sizes, x), tokens), starts - first
 
 
+def gradients_in_groups(sizes: ChunkSizes, d_out: jax.Array, tokens: Tokens) -> jax.Array:
+    """Splits the gradient of the outputs, in the dtype that a group has them in."""
+    return in_groups(sizes, d_out.astype(tokens.v.dtype) if sizes.kernel else d_out)
+
+
 def _of_tokens(x_GBNC: jax.Array, T: int) -> jax.Array:
     """Joins groups to `[B, T, ...]`."""
     return jnp.moveaxis(x_GBNC, 0, 1).reshape(x_GBNC.shape[1], -1, *x_GBNC.shape[4:])[:, :T]
@@ -254,7 +280,8 @@ def rule_forward(sizes, tokens, starts_BT, state):
         return after, (out, state)
 
     after, (out, before) = jax.lax.scan(step, state, all_in_groups(sizes, tokens, starts_BT))
-    return (_of_tokens(out, tokens.q.shape[1]), after), (tokens, starts_BT, before)
+    out = _of_tokens(out, tokens.q.shape[1]).astype(state.dtype)
+    return (out, after), (tokens, starts_BT, before)
 
 
 def rule_backward(sizes, saved, cotangents):
@@ -268,7 +295,7 @@ def rule_backward(sizes, saved, cotangents):
         d_tokens, d_state = vjp((d_out, d_state))
         return d_state, d_tokens
 
-    groups = (*all_in_groups(sizes, tokens, starts_BT), before, in_groups(sizes, d_out))
+    groups = (*all_in_groups(sizes, tokens, starts_BT), before, gradients_in_groups(sizes, d_out, tokens))
     d_state, d_tokens = jax.lax.scan(step, d_state, groups, reverse=True)
     return jax.tree.map(lambda x: _of_tokens(x, T), d_tokens), None, d_state
 

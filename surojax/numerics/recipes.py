@@ -48,7 +48,7 @@ class Precision:
     skip_first: int = declare(0, AT_LEAST_0, facts=Facts.COST_AND_NUMBERS, name="skip_quant_first_layers")
     # number of last blocks that use recipe bf16
     skip_last: int = declare(0, AT_LEAST_0, facts=Facts.COST_AND_NUMBERS, name="skip_quant_last_layers")
-    # between products: "xla" = XLA's fusions, "mosaic" = our kernels (NVIDIA), "auto" = ours on GPUs
+    # between products, and delta nets: "xla" = XLA's, "mosaic" = our kernels (NVIDIA), "auto" = ours on GPUs
     kernels: str = declare("xla", choices=KERNELS, facts=Facts.COST)
 
     @property

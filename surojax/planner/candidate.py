@@ -4,6 +4,7 @@ import dataclasses
 
 from surojax.assembly.assemble import Assembly
 from surojax.config.fields import Config
+from surojax.offloads import TO_DEVICE
 from surojax.placement.home import DEVICE, HOST
 from surojax.planner import choices, roofline
 from surojax.planner.amounts import GiB, Memory
@@ -71,15 +72,16 @@ def kept_of_gpu(c: Config) -> float:
     return c.files_in_memory * GiB / c.gpus
 
 
-def kept_on_device(run: Assembly) -> int:
-    """Bytes on each device of master weights, moments and gradients that are in host memory but for `device_memory`."""
+def kept_on_device(run: Assembly) -> tuple[float, ...]:
+    """Bytes on each device of each of `TO_DEVICE` that are in host memory but for `device_memory`."""
     table, plan = run.engine.table, run.plan
-    state = [x for x, row in ((plan.master, table.master), (plan.moments, table.moments)) if row.home == HOST]
-    kept = bytes_per_device(state)
-    if table.grads.home == HOST:
-        of_tensors = (of for segment in run.model.segments for of in accumulators(run, segment))
-        kept += sum(size for home, size in of_tensors if home == DEVICE)
-    return kept
+    of_gradients = [of for segment in run.model.segments for of in accumulators(run, segment)]
+    kept = {
+        "master": bytes_per_device(plan.master),
+        "moments": bytes_per_device(plan.moments),
+        "grads": sum(size for home, size in of_gradients if home == DEVICE),
+    }
+    return tuple(float(kept[row]) if getattr(table, row).home == HOST else 0.0 for row in TO_DEVICE)
 
 
 def needed(c: Config, rows: Rows, gpu: Gpu, platform: str = "gpu") -> Memory:

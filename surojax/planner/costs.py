@@ -315,7 +315,15 @@ def _library_call(p: ProgramOnGpu, i: Instruction, computation) -> tuple[str, fl
         # whose kernels multiply in registers too.
         flops = 2 * math.prod(_dims(operands[0])) * _dims(operands[1])[-2]
         return PRODUCT, max(in_passes, attention_time(p.gpu, flops, backward=False) + p.gpu.rates.launch)
+    if flops := said_flops(i):
+        return PRODUCT, max(in_passes, attention_time(p.gpu, flops, backward=False) + p.gpu.rates.launch)
     return PASS, in_passes
+
+
+def said_flops(i: Instruction) -> int:
+    """FLOPs of products that one of our kernels says of itself (pallas_kernels/triton.py); 0 if it says none."""
+    said = re.search(r"\\22flops\\22: \\22(\d+)\\22", i.attributes)
+    return int(said[1]) if said else 0
 
 
 def product_sizes(i: Instruction, computation: Mapping[str, Instruction]) -> tuple[int, int, int, int]:

@@ -21,7 +21,7 @@ other:
   are not sharded, comes last.
 
 Stages of `pp` go from tick to tick together: for k microbatches and p stages each of them takes the time of k + p - 1,
-and fetches its layers as often.
+and fetches its layers as often. Their residuals in host memory are in the chain, see `_by_kernels`.
 
 A setting that stores something elsewhere changes only the bytes of transfers. So `StepWork` holds what does not depend
 on where tensors are stored, and `phases` adds the transfers for a choice of memories. `surojax.fit` prints estimated
@@ -60,7 +60,7 @@ class StorageTiers(NamedTuple):
 
     files: those of the rows that are in files, but for in_memory bytes of them (`Placement.files_in_memory`, of each
     GPU). resident: layers of a stage whose weights are on the device all the same. overlaps: `Engine.overlap_update`.
-    on_device: bytes of `TO_DEVICE` that are on each device, though offloaded (`Placement.device_memory`).
+    on_device: bytes of each of `TO_DEVICE` that are on each device, though offloaded (`Placement.device_memory`).
     """
 
     offloaded: tuple[str, ...] = ()
@@ -68,7 +68,7 @@ class StorageTiers(NamedTuple):
     resident: int = 0
     overlaps: bool = False
     in_memory: float = 0.0
-    on_device: float = 0.0
+    on_device: tuple[float, ...] = ()
 
 
 ON_DEVICE = StorageTiers()
@@ -101,6 +101,11 @@ class StepWork:
     def rates(self) -> Rates:
         """The rates of the GPU's peaks that programs reach."""
         return self.gpu.rates
+
+    @property
+    def has_stages(self) -> bool:
+        """Whether layers are divided into stages of `pp`, which take turns at microbatches."""
+        return self.rounds > self.microbatches
 
     @property
     def fetches(self) -> int:
@@ -183,12 +188,9 @@ def phases(work: StepWork, stored: StorageTiers = ON_DEVICE) -> dict[str, float]
         moved["weights"] *= 1 - resident
     if "residuals" in moved:  # a stage has those of its microbatches only, however many rounds it waits for
         moved["residuals"] *= work.microbatches / (work.slots * work.rounds)
-    left = stored.on_device
-    for row in TO_DEVICE:
-        kept = min(moved.get(row, 0.0), left)
-        if kept:
-            moved[row] -= kept
-            left -= kept
+    for row, size in zip(TO_DEVICE, stored.on_device, strict=False):
+        if row in moved:
+            moved[row] -= min(moved[row], size)
     sent = work.sent
     as_master = work.as_master if {"weights", "master"} <= {*stored.files} and not resident else 0.0
     sizes = {row: round(moved[row] * (1 - as_master * (row == "weights"))) for row in stored.files}
@@ -229,6 +231,7 @@ def _seconds(work: StepWork, step_pass: Pass, times: int, stored: Mapping[str, f
     Layers whose weights are resident and those whose weights are streamed are loops of their own.
     """
     chain, link = _works(work, step_pass, times, streams="weights" in stored)
+    chain += _by_kernels(work, step_pass, times, stored)
     read, written = traffic.copied_bytes(step_pass, times, stored, work.updated)
     weights = times * stored.get("weights", 0.0) * step_pass.lane("weights").reads
     loops = [(part, streamed) for part, streamed in ((resident, 0.0), (1 - resident, 1.0)) if part]
@@ -237,6 +240,18 @@ def _seconds(work: StepWork, step_pass: Pass, times: int, stored: Mapping[str, f
         _busiest(work, part * chain, part * link, streamed * weights + part * (read - weights), part * written)
         for part, streamed in loops
     )
+
+
+def _by_kernels(work: StepWork, step_pass: Pass, times: int, stored: Mapping[str, float]) -> float:
+    """Seconds of the host copies of a pass that kernels do, while products wait.
+
+    In stages those are the residuals', whose place depends on the microbatch and on the layer: copy engines follow one
+    loop's counter (docs/performance.md). All stages wait for them in each tick.
+    """
+    if not work.has_stages:
+        return 0.0
+    moved = sum(traffic.copied_bytes(step_pass, times, {"residuals": stored.get("residuals", 0.0)}))
+    return moved * work.rounds / work.microbatches / (work.gpu.pcie_bandwidth * work.rates.host)
 
 
 def _works(work: StepWork, step_pass: Pass, times: int, *, streams: bool) -> tuple[float, float]:

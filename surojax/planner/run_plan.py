@@ -248,7 +248,6 @@ def _compiled(
         run,
         "gpu",
         memory_bytes=gpu.memory_bytes,
-        plans_with=aot.PLANS_WITH,
         host_temporaries=footprint.host_temporaries(run, batch),
     )
     parts = programs(run, mesh, batch)

@@ -246,7 +246,7 @@ class _Search:
             number of classes that are moved, and the placement."""
             in_host = sum(sizes[row] for row in x.offloaded if row not in x.files)
             in_host -= ("weights" in x.offloaded) * sizes["weights"] * x.resident / layers
-            seconds = sum(roofline.phases(family.work, x._replace(on_device=left(x))).values())
+            seconds = sum(roofline.phases(family.work, x._replace(on_device=kept(x))).values())
             return self.least_host * in_host, seconds, len(x.offloaded) + len(x.files), x
 
         def left(x: StorageTiers) -> float:
@@ -254,6 +254,15 @@ class _Search:
             room = limits.device - family.least + sum(sizes[row] for row in x.offloaded)
             room -= sizes["weights"] * x.resident / layers
             return 0.0 if x.files else max(0.0, min(room, sum(sizes[row] for row in TO_DEVICE if row in x.offloaded)))
+
+        def kept(x: StorageTiers) -> tuple[float, ...]:
+            """What `left` leaves room for, of each of `TO_DEVICE`."""
+            room = left(x)
+            parts = []
+            for row in TO_DEVICE:
+                parts.append(min(room, sizes[row] if row in x.offloaded else 0.0))
+                room -= parts[-1]
+            return tuple(parts)
 
         def room_for(need: float) -> int:
             """Layers whose weights fit into what `need` bytes leave; less than 0 if these do not fit."""
@@ -314,7 +323,7 @@ class _Search:
             change |= {"device_memory": gibs}
             tried, need = self.needed(change)
             assert need is not None, "device_memory is refused"
-        on_device = kept_on_device(self.run_of(change)[1]) if tried.device_memory else 0
+        on_device = kept_on_device(self.run_of(change)[1]) if tried.device_memory else ()
         stored = stored._replace(in_memory=kept_of_gpu(tried), on_device=on_device)
         return Candidate(tried, change, need, roofline.phases(family.work, stored))
 

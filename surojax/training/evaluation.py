@@ -11,7 +11,6 @@ import jax
 import numpy as np
 
 from surojax.assembly.assemble import Assembly
-from surojax.assembly.xla_options import compiler_options
 from surojax.config.fields import Config
 from surojax.data import run_data as data
 from surojax.objectives.distillation import Distillation
@@ -22,6 +21,7 @@ from surojax.placement.mesh import data_parallel
 from surojax.run.callbacks import EarlyStopping
 from surojax.run.metrics import ACCURACY, METRICS_FILE, perplexity, read_metrics
 from surojax.step import train_step
+from surojax.training.program_options import program_options
 from surojax.training.start import Start
 
 
@@ -37,7 +37,7 @@ class Evaluation:
         self.arrays = run.engine.batch_arrays
         self.sharding = batch_sharding(mesh, accumulated=False)
         shape = (c.per_device_batch_size * data_parallel(mesh), c.sequence_len)
-        options = compiler_options(run, mesh.devices.flat[0].platform)
+        options = program_options(c, run, mesh.devices.flat[0].platform)
         batch = run.engine.planned_batch(shape, self.sharding)
         self.step = run.eval_step().lower(run.plan.weights, *batch).compile(options)
 

@@ -20,7 +20,6 @@ import jax
 import numpy as np
 
 from surojax.assembly.assemble import Assembly
-from surojax.assembly.xla_options import compiler_options
 from surojax.config.fields import Config, set_fields
 from surojax.data.batches import Batch, Mixture, padded_batch
 from surojax.data.run_data import Evaluated
@@ -46,6 +45,7 @@ from surojax.placement.layout import batch_sharding
 from surojax.run.console import say
 from surojax.step import train_step
 from surojax.training.initial_state import fresh_state
+from surojax.training.program_options import program_options
 from surojax.training.setup import Setup
 from surojax.training.start import Start
 from surojax.untrusted import expanded
@@ -166,7 +166,7 @@ class _Reference:
         """Returns (the compiled evaluation, the weights before training)."""
         c = self.c
         planned = self.run.engine.planned_batch((self.batch_size, c.sequence_len), self.sharding)
-        options = compiler_options(self.run, next(iter(self.sharding.device_set)).platform)
+        options = program_options(c, self.run, next(iter(self.sharding.device_set)).platform)
         step = self.run.eval_step().lower(self.run.plan.weights, *planned).compile(options)
         adapter = peft.read_adapter(c.lora_adapter, self.run.model, naming(c)) if c.lora_adapter else None
         return step, fresh_state(c, self.run, self.initial, adapter).weights

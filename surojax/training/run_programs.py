@@ -5,7 +5,6 @@ from typing import Any, NamedTuple
 import jax
 
 from surojax.assembly.assemble import Assembly
-from surojax.assembly.xla_options import compiler_options
 from surojax.config.fields import Config
 from surojax.data.run_data import Evaluated
 from surojax.memory.layer_file import Store
@@ -16,7 +15,7 @@ from surojax.planner.check_fit import memory_limit
 from surojax.planner.footprint import host_temporaries
 from surojax.run.console import working
 from surojax.training.evaluation import Evaluation
-from surojax.untrusted import expanded
+from surojax.training.program_options import program_options
 
 
 class RunPrograms(NamedTuple):
@@ -34,32 +33,15 @@ class RunPrograms(NamedTuple):
     one_at_a_time: bool
 
 
-def kept_choices(c: Config, platform: str) -> dict[str, str]:
-    """Returns the XLA option that keeps the kernels that XLA chose by timing, in a folder of this machine.
-
-    A program of another run, or of this run resumed, then takes the same kernel for the same product. XLA's entries
-    name the GPU and the operation. Without a folder that can be written, each program chooses by itself.
-    """
-    if platform != "gpu":
-        return {}
-    folder = expanded(c.data_cache) / "kernels"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError:
-        return {}
-    return {"xla_gpu_per_fusion_autotune_cache_dir": str(folder)}
-
-
 def step_options(c: Config, run: Assembly, devices: list[Any]) -> dict[str, Any]:
     """Returns the XLA options that a run's step is compiled with on these devices."""
-    platform = devices[0].platform
-    options = compiler_options(
+    return program_options(
+        c,
         run,
-        platform,
+        devices[0].platform,
         memory_bytes=memory_limit(own_device(devices)),
         host_temporaries=host_temporaries(run, traffic.batch_of(c)),
     )
-    return options | kept_choices(c, platform)
 
 
 def compile_programs(

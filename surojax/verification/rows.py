@@ -7,11 +7,13 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
+from surojax.assembly.xla_options import EXACT, OVERLAP
 from surojax.config import Config, checks
 from surojax.errors import ConfigError
 from surojax.exchange.sources import resolved
 from surojax.memory.layer_file import folders
 from surojax.placement.mesh import find_devices
+from surojax.planner.changes import changed
 from surojax.resources import cores
 from surojax.verification.bounds import Bound, Curve, expected_bounds, judge
 from surojax.verification.row_batches import make_batches
@@ -146,6 +148,15 @@ def refused_sizes(
     return {s.name: refused[s.name] for s in rows if refused[s.name] and not refusal(in_sizes, s)}
 
 
+def to_the_bit(config: Config, devices: Sequence) -> Config:
+    """Returns the config with which rows can be equal to the bit: on a GPU with xla_options "exact" for "overlap".
+
+    With "overlap" XLA takes other kernels for the same product in other programs.
+    """
+    exact = devices[0].platform == "gpu" and config.xla_options == OVERLAP
+    return changed(config, {"xla_options": EXACT}) if exact else config
+
+
 def verify(
     config: Config,
     *,
@@ -166,7 +177,8 @@ def verify(
     does not fit on one device. Raises OSError if a disk fails.
     """
     rows = []
-    with Curves(config, steps, devices) as curves:
+    devices = find_devices(0) if devices is None else devices
+    with Curves(to_the_bit(config, devices), steps, devices) as curves:
         settings_of_rows = chosen_rows(curves.table, only)
         if any(s.like == "plain" and s.devices <= len(curves.devices) for s in settings_of_rows):
             curves.of_plain()  # first, as it may not fit

@@ -31,8 +31,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from pallas_kernels import gated_delta_chunks
 from surojax.models.delta_pieces import rule_of_pieces
-from surojax.models.delta_rule import CHUNK, CHUNKS, Tokens
+from surojax.models.delta_rule import CHUNK, CHUNKS, KERNEL_CHUNKS, Tokens
 from surojax.models.kinds.short_conv import causal_convolution
 from surojax.models.kinds.sublayer import ContextNumbers, FileNames, KernelBytes, Mixer, OnGpu, Target, Width
 from surojax.models.layers import parameter, projection, vector
@@ -116,7 +117,7 @@ class GatedDelta(Mixer):
         q, k, v = (x.reshape(N, t, heads, -1) for x, heads in zip(parts, (K, K, V), strict=True))
         g, beta = gates(a, b, self.A_log[...], self.dt_bias[...])
         tokens = Tokens(q, k, *(x.reshape(N, t, K, V // K, *x.shape[3:]) for x in (v, g, beta)))
-        out, state = rule_of_pieces(ops.compute.cp_method, tokens, starts, state)
+        out, state = rule_of_pieces(ops.compute.cp_method, tokens, starts, state, **ops.kernel_options)
         out = out.reshape(v.shape).astype(z.dtype)
         y = gated_norm(out, z.reshape(v.shape), self.norm[...], c.rms_norm_eps)
         y_BSD = ops.linear(pieces.join(y.reshape(N, t, -1)), projection(self, "wo"))
@@ -206,12 +207,25 @@ class GatedDelta(Mixer):
 
     def space(self, compute, x: OnGpu, *, gpu: bool, packed: bool, window: bool) -> KernelBytes:
         """A row's group of chunks at a time, and over `cp` the maps of all pieces."""
-        heads = self.config.linear_num_value_heads // x.tensor
+        c = self.config
+        heads = c.linear_num_value_heads // x.tensor
         devices = x.per_sequence // x.tensor
         pieces = pieces_per_device(compute.cp_method) if devices > 1 else 1
-        group = self._group_bytes(x.tokens * x.tensor // pieces, heads)
+        served = gated_delta_chunks.fits(x.dtype, c.linear_key_head_dim, c.linear_value_head_dim)
+        by_kernels = gpu and served and compute.precision.kernels != "xla"
+        of_group = self._kernel_bytes if by_kernels else self._group_bytes
+        group = of_group(x.tokens * x.tensor // pieces, heads)
         maps = 4 * devices * self.context_numbers(x.tensor, devices).maps if devices > 1 else 0
         return KernelBytes(working=x.rows * pieces * (group + maps))
+
+    def _kernel_bytes(self, tokens: int, heads: int) -> int:
+        """Bytes between the kernels of a row's group of chunks. heads: for values.
+
+        In 16 bits the pairs of a chunk's tokens twice, two states for a chunk, and two values; vectors in float32.
+        """
+        c = self.config
+        C, k, v = gated_delta_chunks.CHUNK, c.linear_key_head_dim, c.linear_value_head_dim
+        return (2 * (2 * C + 2 * k * v // C + 2 * v) + 4 * 8) * heads * min(tokens, C * KERNEL_CHUNKS)
 
     def _group_bytes(self, tokens: int, heads: int) -> int:
         """Bytes of the float32 values of a row's group of chunks. heads: for values.
