@@ -93,6 +93,11 @@ OF_FAMILY: dict[str, dict[str, Any]] = {
     "deepseek_v3": LATENT
     | {"n_group": 4, "topk_group": 2, "first_k_dense_replace": 1, "num_nextn_predict_layers": 0}
     | {"rope_parameters": YARN | {"mscale": 0.7, "mscale_all_dim": 0.9}},
+    "olmo2": {"rope_parameters": YARN},
+    "olmo3": WINDOW
+    | {"num_hidden_layers": 5}
+    | {"rope_parameters": {FULL: YARN, SLIDING: {"rope_type": "default", "rope_theta": 1e4}}},
+    "muse_glimmer_text": WINDOW | {"num_hidden_layers": 5},
 }
 # Further models of a family, which are exported as they are and with a config.json that is made.
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -110,6 +115,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "glm4_moe_lite plain": {"q_lora_rank": None, "rope_interleave": False, "n_group": 4, "tie_word_embeddings": True}
     | {"mlp_layer_types": ["dense", "dense", "sparse"]},
     "deepseek_v2 plain": {"q_lora_rank": None, "topk_method": "greedy", "rope_parameters": None},
+    "olmo2 tied": {"tie_word_embeddings": True, "num_key_value_heads": 4},
+    "olmo3 full": {"num_hidden_layers": 2, "layer_types": [FULL, FULL]},
+    "muse_glimmer_text turned": {"layer_rope_theta": [1e4] * 5, "qk_scale_factor": 1.5, "tie_word_embeddings": True},
     "deepseek_v3 plain": {"q_lora_rank": None, "rope_interleave": False, "rope_parameters": None, "n_group": 1}
     | {"topk_group": 1, "attention_bias": True},
     "glm4_moe plain": {
@@ -152,6 +160,8 @@ def refused(case: Case) -> str:
         return "its files have experts in one tensor"
     if case.kind in ("fp8", "nvfp4") and "conv.taps" in family.tensors:
         return "matrices that are parts of one are not quantised"
+    if case.kind == "made" and not family.transformers_class:
+        return "transformers has no class for it alone"
     if case.kind == "mxfp4" and case.family != "gpt_oss":
         return "MXFP4 is of gpt-oss"
     if case.kind in ("fp8", "nvfp4") and case.layout == "together":

@@ -1,4 +1,7 @@
-"""GLM-4.7-Flash, DeepSeek-V2 and -V3 against transformers in float64 (`fixtures/make_deepseek_reference.py`)."""
+"""Families against transformers in float64: GLM-4.7-Flash, DeepSeek-V2, -V3, OLMo 2, 3 and Muse-Glimmer.
+
+Their references are made by `fixtures/make_deepseek_reference.py` and `fixtures/make_olmo_reference.py`.
+"""
 
 import dataclasses
 import functools
@@ -49,9 +52,15 @@ from surojax.optim.optimizer import TensorContext, scalars
 from surojax.placement.layout import Layout
 from surojax.verification.settings import NVME_ALL
 
-with np.load(Path(__file__).parent / "fixtures" / "deepseek_reference.npz") as arrays:
-    REFERENCE = dict(arrays)
+REFERENCE: dict[str, np.ndarray] = {}
+KEYS: dict[str, dict[str, Any]] = {}  # by family
+for name in ("deepseek", "olmo"):
+    with np.load(Path(__file__).parent / "fixtures" / f"{name}_reference.npz") as arrays:
+        REFERENCE |= dict(arrays)
+        said = json.loads(str(arrays["keys.json"]))
+        KEYS |= {family: said[family] | {"changes": said["changes"]} for family in said if family != "changes"}
 CASES = ("glm", "glm_tied", "glm_groups", "v2", "v2_lite", "v2_tied", "v3", "v3_half", "v3_tied")
+CASES += ("olmo2", "olmo2_tied", "olmo2_yarn", "olmo3", "olmo3_tied", "olmo3_full", "muse", "muse_tied", "muse_turned")
 BIAS = "gate.e_score_correction_bias"
 
 
@@ -102,7 +111,7 @@ def loss_and_gradients(layers: ByLayer, case: str):
     return jax.value_and_grad(lambda params: mean_loss(layers.logits(params, tokens), labels))
 
 
-@pytest.mark.parametrize("case", quick_at([(case,) for case in CASES], 5))
+@pytest.mark.parametrize("case", quick_at([(case,) for case in CASES], 5, 9, 16))
 def test_logits_are_those_of_transformers(in_float64, case):  # noqa: F811
     layers = ByLayer(model_of(case))
     found = layers.logits(params_of(layers, case), jnp.asarray(REFERENCE[f"{case}/tokens"]))
@@ -120,7 +129,7 @@ def test_loss_and_gradients_are_those_of_transformers(in_float64, case):  # noqa
     names = layers.of_each(lambda param, segment, l: tensor_name(param, segment, l), lambda param: tensor_name(param))
     found = dict(zip(jax.tree.leaves(names), map(np.asarray, jax.tree.leaves(grads)), strict=True))
     biases = {name: found.pop(name) for name in [*found] if name.endswith(BIAS)}
-    assert bool(biases) == (not case.startswith("v2")) and not any(x.any() for x in biases.values())
+    assert bool(biases) == case.startswith(("glm", "v3")) and not any(x.any() for x in biases.values())
     assert found.keys() == expected.keys()
     for name, x in found.items():  # of which the reference has float32
         assert_close(x, expected[name].astype(np.float64), name, 1e-7)
@@ -180,22 +189,48 @@ def written(folder: Path, case: str, weights: dict[str, np.ndarray], **changes) 
     return folder
 
 
-@pytest.mark.parametrize("case", quick_at([(case,) for case in CASES], 5))
+@pytest.mark.parametrize("case", quick_at([(case,) for case in CASES], 5, 9, 16))
 def test_models_come_out_as_they_went_in(tmp_path, case):
     """To the bit, from files with a tensor for each expert and of all; the same config.json."""
     weights = stored(case, "weight")
-    for files in (weights, apart(weights)):
-        folder = written(tmp_path / f"in{len(files)}", case, files)
-        out = convert.convert(folder, tmp_path / f"out{len(files)}", dtype="float32")
+    has_experts = any(".experts." in name for name in weights)
+    for i, files in enumerate((weights, apart(weights))[: 2 if has_experts else 1]):
+        folder = written(tmp_path / f"in{i}", case, files)
+        out = convert.convert(folder, tmp_path / f"out{i}", dtype="float32")
         chex.assert_trees_all_equal(safetensors.numpy.load_file(out / SINGLE), apart(weights))
         assert model_fields(read_config(out)) == model_fields(given(case))
-    out = convert.convert(folder, tmp_path / "together", dtype="float32", experts_together=True)
+    out = convert.convert(folder, tmp_path / "together", dtype="float32", experts_together=has_experts)
     chex.assert_trees_all_equal(safetensors.numpy.load_file(out / SINGLE), weights)
     fields = model_fields(given(case))
+    if case.startswith("muse"):
+        with pytest.raises(
+            ConfigError, match=r"^export: expected fields of a family that Hugging Face has as a text mo"
+        ):
+            config_json.made(fields, 64, {})
+        return
     made = config_json.made(fields, 64, {})
     own = {name: FAMILIES[name] for name in (given(case)["model_type"],)}
     for config in (made, config_json.made(fields, 64, {}, own)):
         assert config_json.agrees(config, fields)
+
+
+def test_what_images_pass_through_is_kept(tmp_path):
+    """Of Muse-Glimmer, to the bit; and its text model's names are those of the whole."""
+    whole = {"model_type": "muse_glimmer", "text_config": given("muse"), "vision_config": {"patch_size": 2}}
+    whole |= {"out_hidden_size": 8, "projector_hidden_size": 8, "projector_hidden_act": "gelu", "image_token_id": 1}
+    whole |= {"video_token_id": 2, "tie_word_embeddings": False}
+    weights = {name.replace("model.", "model.language_model."): x for name, x in stored("muse", "weight").items()}
+    parts = ("vision_tower.layers.0.attn.q_proj", "vision_adapter.fc1", "vision_projection")
+    others = {f"model.{part}.weight": np.full((2, 2), i, np.float16) for i, part in enumerate(parts)}
+    folder = tmp_path / "in"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(whole))
+    safetensors.numpy.save_file(weights | others, folder / SINGLE)
+    check_tensors(Weights(folder), model_of("muse"))
+    out = convert.convert(folder, tmp_path / "out", dtype="float32")
+    chex.assert_trees_all_equal(safetensors.numpy.load_file(out / SINGLE), weights | others)
+    said = json.loads((out / "config.json").read_text())
+    assert said["model_type"] == "muse_glimmer" and model_fields(read_config(out)) == model_fields(given("muse"))
 
 
 def test_layers_that_predict_further_tokens_are_left_aside(tmp_path):
@@ -230,7 +265,8 @@ def test_float8_in_blocks_is_read_as_numbers(tmp_path, case):
 
 # --- keys of config.json ----------------------------------------------------------------------------------------------
 
-KEYS = json.loads(str(REFERENCE["keys.json"]))
+OF_MUSE = {i: "qk_scale_factor" for i in (11, 12, 13)} | {14: "output_multiplier", 15: "output_multiplier"}
+OF_MUSE |= {16: "post_norm_eps", 17: "post_norm_eps"} | dict.fromkeys((*range(18, 25), 27), "layer_rope_theta")
 # Changes that transformers computes and that are refused here, by the key that the message names.
 REFUSED: dict[str, dict[int, str]] = {
     "glm4_moe_lite": {
@@ -245,6 +281,13 @@ REFUSED: dict[str, dict[int, str]] = {
     "deepseek_v2": {2: "q_lora_rank", 3: "rope_interleave", 5: "n_group", 11: "scoring_func", 15: "moe_layer_freq"}
     | {i: "mlp_layer_types" for i in range(19, 25)}
     | {27: "rope_mscale_all_dim", 29: "rope_factor", 30: "rope_type linear"},
+    "olmo2": dict.fromkeys((2, 3, 4), "rope_type none: expected") | {9: "clip_qkv", 10: "norm_after"} | OF_MUSE,
+    "olmo3": {4: "rope_parameters", 7: "layer_types", 8: "layer_types", 9: "clip_qkv", 10: "norm_after"}
+    | OF_MUSE
+    | dict.fromkeys((25, 26, 27), "layer_rope_theta"),
+    "muse_glimmer_text": {7: "layer_types", 8: "layer_types", 9: "clip_qkv", 10: "norm_after", 12: "qk_scale_factor"}
+    | {13: "qk_scale_factor", 15: "output_multiplier", 17: "post_norm_eps"}
+    | dict.fromkeys((18, 22, 24, 25), "layer_rope_theta"),
     "deepseek_v3": {2: "q_lora_rank", 5: "n_group", 9: "topk_method", 12: "scoring_func", 15: "moe_layer_freq"}
     | {i: "mlp_layer_types" for i in range(19, 25)}
     | {27: "rope_mscale_all_dim", 29: "rope_factor", 30: "rope_type linear"},
@@ -290,7 +333,7 @@ def test_published_configs_are_read(tmp_path, name):
 def test_keys_that_are_not_computed_are_refused(family):
     """And all that transformers does not compute."""
     config = KEYS[family]["config"]
-    for i, (change, result) in enumerate(zip(KEYS["changes"], KEYS[family]["results"], strict=True)):
+    for i, (change, result) in enumerate(zip(KEYS[family]["changes"], KEYS[family]["results"], strict=True)):
         if "error" in result or i in REFUSED[family]:
             with pytest.raises(ConfigError, match=REFUSED[family].get(i)):
                 architecture_of(config | change)
@@ -303,7 +346,7 @@ def test_keys_that_are_not_computed_are_refused(family):
 def test_keys_are_computed_as_by_transformers(tmp_path, family):
     config, logits = KEYS[family]["config"], REFERENCE[f"keys/{family}"]
     seen = set()
-    for i, (change, result) in enumerate(zip(KEYS["changes"], KEYS[family]["results"], strict=True)):
+    for i, (change, result) in enumerate(zip(KEYS[family]["changes"], KEYS[family]["results"], strict=True)):
         if "error" in result or i in REFUSED[family]:
             continue
         folder = tmp_path / str(i)
@@ -314,7 +357,7 @@ def test_keys_are_computed_as_by_transformers(tmp_path, family):
         found, expected = computed(architecture_of(config | change), Weights(folder)), logits[result["row"]]
         assert np.abs(found - expected).max() < TOLERANCE * np.abs(expected).max(), change
         seen.add(expected.tobytes())
-    assert len(seen) > 6
+    assert len(seen) >= {"olmo2": 4, "olmo3": 6}.get(family, 7)
 
 
 @pytest.mark.parametrize(
@@ -393,6 +436,37 @@ WITH_EXPERTS = dataclasses.replace(
 )
 
 
+OLMO = dataclasses.replace(
+    CONFIG,
+    num_hidden_layers=4,
+    input_norms=False,
+    sandwich_norms=True,
+    qk_norm_whole=True,
+    sliding_window=5,
+    sliding_window_pattern=2,
+    rope_local_base_freq=100.0,
+    rope_scaling=RopeScaling("yarn", factor=8.0, original_max_position_embeddings=8),
+)
+MUSE = dataclasses.replace(
+    CONFIG,
+    num_hidden_layers=5,
+    sliding_window=5,
+    sliding_window_pattern=4,
+    no_rope_layer_interval=4,
+    layers_from_last=True,
+    sandwich_norms=True,
+    post_norm_eps=0.1,
+    norm_plus_one=True,
+    plain_final_norm=True,
+    qk_norm_weightless=True,
+    attn_gate_proj=True,
+    embedding_norm=True,
+    query_pre_attn_scalar=0.5,
+    logits_scaling=2.0,
+    final_logit_softcapping=1.0,
+)
+
+
 @needs(8)
 @pytest.mark.parametrize(
     "config, devices, placed",
@@ -408,6 +482,13 @@ WITH_EXPERTS = dataclasses.replace(
             (WITH_EXPERTS, 1, ALL),
             (WITH_EXPERTS, 4, {"zero_level": 3, "ep_size": 2, "tp_size": 2}),
             (WITH_EXPERTS, 4, {"zero_level": 3, "cp_size": 2, **ALL}),
+            (OLMO, 8, {"zero_level": 3, "cp_size": 2, "tp_size": 2, **ALL}),
+            (OLMO, 1, {"sequence_chunks": 2}),
+            (OLMO, 2, {"pp_size": 2}),
+            (MUSE, 8, {"zero_level": 3, "cp_size": 2, "tp_size": 2, "shard_outer": True, **ALL}),
+            (MUSE, 1, {"sequence_chunks": 2}),
+            (MUSE, 4, {"tp_size": 4}),
+            (MUSE, 2, {"pp_size": 2}),
         ]
     ),
 )
@@ -437,9 +518,10 @@ def test_adapters_have_one_gradient_however_heads_are_divided(sizes):
 
 
 @pytest.mark.full
-def test_trains_alike_under_every_placement(tmp_path):
+@pytest.mark.parametrize("config", [WITH_EXPERTS, OLMO, MUSE])
+def test_trains_alike_under_every_placement(tmp_path, config):
     """To the bit: with everything offloaded, updated under the next forward pass, and in files."""
-    model = decoder_model.build(WITH_EXPERTS)
+    model = decoder_model.build(config)
     batches = [tokens(2, 8, 16, seed=i) for i in range(3)]
     losses = Small(model=model).train(batches)
     assert len(set(losses)) == len(losses)
@@ -452,7 +534,7 @@ def test_trains_alike_under_every_placement(tmp_path):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("case", ("glm", "v2_lite"))
+@pytest.mark.parametrize("case", ("glm", "v2_lite", "olmo3", "muse"))
 def test_documents_in_a_row_are_computed_as_alone(in_float64, case):  # noqa: F811
     """Also a document of one token."""
     layers = ByLayer(model_of(case))

@@ -104,6 +104,40 @@ MODELS: dict[str, dict[str, Any]] = {
         "model.hidden_act": "clamped_swiglu",
     },
     "olmoe": EXPERTS | {"model.qk_norm_whole": True},
+    "olmo3": WINDOWS
+    | {
+        "model.input_norms": False,
+        "model.sandwich_norms": True,
+        "model.qk_norm_whole": True,
+        "model.rope_local_base_freq": 100.0,
+        "model.rope_scaling": "yarn",
+        "model.rope_factor": 4.0,
+        "model.rope_original_max_position_embeddings": 10,
+    },
+    "muse": WINDOWS
+    | {
+        "model.no_rope_layer_interval": 2,
+        "model.layers_from_last": True,
+        "model.sandwich_norms": True,
+        "model.post_norm_eps": 0.1,
+        "model.norm_plus_one": True,
+        "model.plain_final_norm": True,
+        "model.qk_norm_weightless": True,
+        "model.attn_gate_proj": True,
+        "model.embedding_norm": True,
+        "model.logits_scaling": 2.0,
+        "model.final_logit_softcapping": 0.5,
+    },
+    "delta": {
+        "model.num_hidden_layers": 4,
+        "model.layer_types": "linear_attention,full_attention",
+        "model.linear_num_key_heads": 4,
+        "model.linear_num_value_heads": 8,
+        "model.linear_key_head_dim": 4,
+        "model.linear_value_head_dim": 6,
+        "model.qk_norm": True,
+        "model.attn_output_gate": True,
+    },
     "lfm2": {"model.num_hidden_layers": 4, "model.qk_norm": True, "model.layer_types": "conv,full_attention"},
 }
 MESHES: dict[str, dict[str, Any]] = {

@@ -327,6 +327,7 @@ def test_metadata_of_gguf_files():
 # The fields of `model` that are the same in all models of a family, as its code in transformers has them.
 GEMMA = {"norm_plus_one": True, "sandwich_norms": True, "scale_embedding": True, "hidden_act": "gelu_pytorch_tanh"}
 QWEN3_5 = {"qk_norm": True, "norm_plus_one": True, "attn_output_gate": True}
+OLMO = {"input_norms": False, "sandwich_norms": True, "qk_norm_whole": True}
 OF_FAMILIES: dict[str, dict[str, Any]] = {
     "deepseek_v2": {"layer_types": "latent_attention"},
     "deepseek_v3": {"layer_types": "latent_attention", "scoring_func": "sigmoid"},
@@ -346,6 +347,16 @@ OF_FAMILIES: dict[str, dict[str, Any]] = {
     "lfm2": {"qk_norm": True},
     "lfm2_moe": {"qk_norm": True, "scoring_func": "sigmoid"},
     "mixtral": {"norm_topk_prob": True},
+    "muse_glimmer_text": {
+        "attn_gate_proj": True,
+        "embedding_norm": True,
+        "norm_plus_one": True,
+        "plain_final_norm": True,
+        "qk_norm_weightless": True,
+        "sandwich_norms": True,
+    },
+    "olmo2": OLMO,
+    "olmo3": OLMO,
     "olmoe": {"qk_norm_whole": True},
     "qwen2": {"attention_bias": True},
     "qwen3": {"qk_norm": True},
@@ -371,7 +382,7 @@ def test_layers_with_a_window_of_no_size(family, used):
     """The message names what leaves it out: a switch of some families' configs, or no number."""
     types = ["sliding_attention", "full_attention"]
     config = {"model_type": family, "num_hidden_layers": 2, "layer_types": types, "sliding_window": None}
-    if family in ("gemma2", "gemma3_text", "gpt_oss"):
+    if family in ("gemma2", "gemma3_text", "gpt_oss", "olmo3", "muse_glimmer_text"):
         got = "None; leave it out, or say full_attention of every layer"
     elif family in ("qwen2", "qwen3", "qwen3_moe", "smollm3") and not used:
         got = "use_sliding_window false; fetch it again"

@@ -30,7 +30,7 @@ from surojax.models.decoder_config import DecoderConfig
 from surojax.placement.mesh import make_mesh
 
 DEFAULTS = json.loads(str(REFERENCE["defaults.json"]))
-for name in ("experts", "glm", "lfm2", "qwen3_5", "qwen3_5_experts", "deepseek"):
+for name in ("experts", "glm", "lfm2", "qwen3_5", "qwen3_5_experts", "deepseek", "olmo"):
     with np.load(Path(__file__).parent / "fixtures" / f"{name}_reference.npz") as arrays:
         DEFAULTS |= json.loads(str(arrays["defaults.json"]))
 # transformers ignores partial_rotary's factor for our families; models with an image encoder are in test_parts.py.
@@ -130,7 +130,7 @@ GEMMA3 = {"model_type": "gemma3_text", "hidden_act": "absent"}
         ({"model_type": "gpt2"}, r"expected model_type llama, mistral, .*, gemma3_text, .*mixtral.*, got 'gpt2'"),
         (
             {"model_type": "llava", "text_config": {}},
-            r"model_type gemma3, mistral3, qwen3_5, qwen3_5_moe with a text_config, got 'llava'",
+            r"model_type gemma3, mistral3, qwen3_5, qwen3_5_moe, muse_glimmer with a text_config, got 'llava'",
         ),
         (GEMMA2 | {"hidden_activation": "silu"}, r"hidden_activation: expected 'gelu_pytorch_tanh'"),
         (GEMMA3 | {"attn_logit_softcapping": 50.0}, r"attn_logit_softcapping: expected None"),

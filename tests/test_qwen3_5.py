@@ -50,6 +50,7 @@ from surojax.optim.adamw import adamw
 from surojax.optim.optimizer import TensorContext, scalars
 from surojax.placement.layout import Layout
 from surojax.placement.param import OUTER
+from surojax.step.outer import embed
 
 REFERENCE: dict[str, np.ndarray] = {}
 DEFAULTS: dict[str, dict] = {}
@@ -102,7 +103,7 @@ def model_of(case: str) -> Model:
 
 
 class ByLayer:
-    """A model whose layers are computed one by one, so that one of each segment is compiled.
+    """A model whose layers are computed one by one, so that one of each segment and variant is compiled.
 
     order: (number of a layer, its segment, number there). Parameters and gradients are by number of the layer.
     """
@@ -112,8 +113,8 @@ class ByLayer:
         segments = self.model.segments
         order = sorted((number, i, l) for i, s in enumerate(segments) for l, number in enumerate(s.numbers))
         self.order = [(str(number), i, l) for number, i, l in order]
-        self.blocks = [jax.jit(functools.partial(self.block, s)) for s in segments]
-        self.cached = [jax.jit(functools.partial(self.cached_block, s)) for s in segments]
+        self.blocks = [jax.jit(functools.partial(self.block, s), static_argnums=0) for s in segments]
+        self.cached = [jax.jit(functools.partial(self.cached_block, s), static_argnums=0) for s in segments]
         self.head = jax.jit(self.model.logits)
 
     def of_each(self, of_layer, of_outer) -> dict:
@@ -130,23 +131,24 @@ class ByLayer:
         of_layer = lambda param, segment, l: jnp.asarray(tensors[tensor_name(param, segment, l)])
         return self.of_each(of_layer, lambda param: jnp.asarray(tensors[tensor_name(param)]))
 
-    def block(self, segment, w, x, starts):
-        return segment.block(w, x, None, segment.variants[0], starts)[0]
+    def block(self, segment, variant, w, x, starts):
+        return segment.block(w, x, None, variant, starts)[0]
 
-    def cached_block(self, segment, w, x, cache):
-        return segment.cached_block(w, x, cache, segment.variants[0])
+    def cached_block(self, segment, variant, w, x, cache):
+        return segment.cached_block(w, x, cache, variant)
 
     def logits(self, params, tokens, starts=None):
-        x = params[OUTER]["embed"][tokens]
-        for number, i, _ in self.order:
-            x = self.blocks[i](params[number], x, starts)
+        x = embed(self.model, params[OUTER]["embed"], tokens)
+        for number, i, l in self.order:
+            x = self.blocks[i](self.model.segments[i].variants[l], params[number], x, starts)
         return self.head(params[OUTER], x)
 
     def next_logits(self, params, tokens, caches: dict, start, first):
         """Logits after the last token; caches are replaced by those with these tokens."""
-        x = params[OUTER]["embed"][tokens]
-        for number, i, _ in self.order:
-            x, cache = self.cached[i](params[number], x, Cache(caches[number], jnp.int32(start), first))
+        x = embed(self.model, params[OUTER]["embed"], tokens)
+        for number, i, l in self.order:
+            cache = Cache(caches[number], jnp.int32(start), first)
+            x, cache = self.cached[i](self.model.segments[i].variants[l], params[number], x, cache)
             caches[number] = cache.state
         return self.head(params[OUTER], x[:, -1])
 

@@ -127,16 +127,28 @@ class ModelFields(Section):
     (Qwen3.5)."""
     attention_sinks: bool
     r"""each head's softmax has one more logit, which is learned and belongs to no position (gpt-oss)."""
+    attn_gate_proj: bool
+    r"""likewise, by a gate with a matrix of its own (Muse-Glimmer)."""
     qk_norm: bool
     r"""RMSNorm on each head's queries and keys (Qwen3, Gemma 3)."""
     qk_norm_whole: bool
     r"""RMSNorm on queries and keys, of the channels of all heads together (OLMoE)."""
+    qk_norm_weightless: bool
+    r"""RMSNorm without weights on each head's queries and keys (Muse-Glimmer)."""
+    input_norms: bool
+    r"""RMSNorm on the inputs of attention and MLP; False: on their outputs alone (OLMo 2, 3)."""
     norm_plus_one: bool
     r"""RMSNorm multiplies by 1 + its weights, which start at 0 (Gemma)."""
+    plain_final_norm: bool
+    r"""the last norm multiplies by its weights even with norm_plus_one (Muse-Glimmer)."""
     sandwich_norms: bool
     r"""RMSNorm also on what attention and MLP add to the residual stream (Gemma 2, 3)."""
+    post_norm_eps: float
+    r"""added to the mean square in those norms; 0 = rms_norm_eps."""
     hidden_act: Literal["silu", "gelu_pytorch_tanh", "clamped_swiglu"]
     r"""of the MLP's gate: "silu", "gelu_pytorch_tanh" (Gemma) or "clamped_swiglu" (gpt-oss)."""
+    embedding_norm: bool
+    r"""RMSNorm without weights on the embedding (Muse-Glimmer)."""
     scale_embedding: bool
     r"""the embedding is multiplied by sqrt(hidden_size) (Gemma)."""
     embedding_multiplier: float
@@ -155,6 +167,9 @@ class ModelFields(Section):
     r"""latest positions that a token attends to (Mistral: 4096); 0 = all of them."""
     sliding_window_pattern: int
     r"""every n-th layer attends to all positions (Gemma 3: 6, gpt-oss: 2); 0 = none."""
+    layers_from_last: bool
+    r"""every n-th layer of sliding_window_pattern and no_rope_layer_interval is counted from the last one, which is
+    one."""
     num_labels: Literal[0, 1]
     r"""1: a reward model, whose head computes one number; 0: a language model. With model_path the objective
     decides."""
@@ -545,11 +560,17 @@ class Sizes(TypedDict, total=False):
     attention_out_bias: bool
     attn_output_gate: bool
     attention_sinks: bool
+    attn_gate_proj: bool
     qk_norm: bool
     qk_norm_whole: bool
+    qk_norm_weightless: bool
+    input_norms: bool
     norm_plus_one: bool
+    plain_final_norm: bool
     sandwich_norms: bool
+    post_norm_eps: float
     hidden_act: Literal["silu", "gelu_pytorch_tanh", "clamped_swiglu"]
+    embedding_norm: bool
     scale_embedding: bool
     embedding_multiplier: float
     residual_multiplier: float
@@ -559,6 +580,7 @@ class Sizes(TypedDict, total=False):
     final_logit_softcapping: float
     sliding_window: int
     sliding_window_pattern: int
+    layers_from_last: bool
     num_labels: Literal[0, 1]
     initializer_range: float
 

@@ -39,7 +39,8 @@ def completed(source: dict[str, Any], dtype: str, kept: Sequence[str] = ()) -> d
     # Of the source's files; auto_map names Python files beside it.
     config = {key: value for key, value in source.items() if key not in ("quantization_config", "auto_map")}
     family = FAMILIES[config["model_type"]]
-    config.setdefault("architectures", [family.transformers_class])
+    if family.transformers_class:
+        config.setdefault("architectures", [family.transformers_class])
     quantised = compressed.FORMATS.get(dtype)
     others = compressed.OTHERS if quantised else dtype
     has_gate = "shared_expert_intermediate_size" in family.defaults
@@ -64,6 +65,8 @@ def made(
     wanted = normal(fields)
     differences: dict[str, list[str]] = {}
     for name, family in families.items():
+        if not family.transformers_class:
+            continue
         try:
             candidate = _candidate(family, fields) | {"max_position_embeddings": max_positions} | tokens
             computed = normal(model_fields(candidate))
@@ -72,11 +75,12 @@ def made(
         if computed == wanted:
             return candidate
         differences[name] = [key for key in wanted if wanted[key] != computed.get(key)]
-    nearest = min(differences, key=lambda name: len(differences[name]))
-    missing = ", ".join(f"{key}={wanted[key]!r}" for key in differences[nearest])
+    known = [name for name, family in families.items() if family.transformers_class]
+    nearest = min(differences, key=lambda name: len(differences[name]), default="")
+    missing = ", ".join(f"{key}={wanted[key]!r}" for key in differences.get(nearest, ()))
     raise ConfigError(
-        f"export: expected fields of a family of Hugging Face ({', '.join(families)}), got a model that is none: "
-        f"{nearest} does not have {missing}"
+        f"export: expected fields of a family that Hugging Face has as a text model ({', '.join(known)}), got a model "
+        f"that is none" + (f": {nearest} does not have {missing}" if missing else "")
     )
 
 

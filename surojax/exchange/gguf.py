@@ -27,6 +27,7 @@ from surojax.families import registry
 from surojax.families.family import Gguf, GgufTransform
 from surojax.families.names import LAYER_NUMBER, by_our_name, find_tensor, renamed
 from surojax.families.registry import tensor_names
+from surojax.families.window_keys import FULL, SLIDING
 from surojax.models.decoder_config import channels
 from surojax.own_files import Optional, check_form
 from surojax.sizes import check_largest
@@ -59,6 +60,7 @@ HEAD_DIM = ("attention.key_length", "attention.value_length", ROTATED)  # all ar
 SCALING_TYPE = "rope.scaling.type"
 # Keys of the stretched positions, and theirs in rope_scaling.
 SCALING = {"rope.scaling.factor": "factor", "rope.scaling.original_context_length": "original_max_position_embeddings"}
+WINDOWED = "attention.sliding_window_pattern"  # of each layer whether it has the window, or that each n-th has none
 FURTHER = "nextn_predict_layers"  # layers for further tokens, which block_count includes
 OFF = {"expert_count": 0}  # keys whose value must be this in families that have none of it
 OTHERS = frozenset(
@@ -137,13 +139,15 @@ def metadata_config(contents: Contents, divisors_F: np.ndarray | None = None) ->
     }
     family = FAMILIES[architecture]
     all_sizes = {**SIZES, **family.sizes}
-    if unknown := sorted(given.keys() - all_sizes.keys() - family.fixed.keys() - family.unread.keys() - OTHERS):
+    known = {*all_sizes, *family.fixed, *family.unread, *OTHERS, *([WINDOWED] if family.window_period else [])}
+    if unknown := sorted(given.keys() - known):
         raise ConfigError(
             f"model_path: {contents.path} has {', '.join(unknown)}, which may change what the model computes and is "
             f"not known for {architecture}"
         )
     given.setdefault("attention.head_count_kv", given.get("attention.head_count"))
     by_layer = _layer_types(contents, given, family.without_heads) if family.without_heads else {}
+    by_layer |= _windows(contents, given, family.window_period) if family.window_period else {}
     given = {"rope.freq_base": 10000.0, **family.defaults} | given
     further = given.get(FURTHER, 0) if family.further_layers else 0
     if isinstance(given.get("block_count"), int) and isinstance(further, int):
@@ -171,9 +175,8 @@ def metadata_config(contents: Contents, divisors_F: np.ndarray | None = None) ->
     for key, expected in (dict.fromkeys(HEAD_DIM, head_dim) | OFF | dict(family.fixed)).items():
         if key not in family.sizes and given.get(key, expected) != expected:
             raise ConfigError(f"model_path: {contents.path}: {key}: expected {expected}, got {given[key]}")
-    sizes = family.after_reading(sizes)
     tokens = {f"{name}_token_id": metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("bos", "eos")}
-    return (
+    return family.after_reading(
         sizes
         | tokens
         | dict(family.implied)
@@ -187,6 +190,24 @@ def metadata_config(contents: Contents, divisors_F: np.ndarray | None = None) ->
             "rope_scaling": _rope_scaling(contents, divisors_F, given, sizes, head_dim),
         }
     )
+
+
+def _windows(contents: Contents, given: dict[str, Any], period: int) -> dict[str, list[str]]:
+    """Reads `layer_types` of layers with and without a window. period: each n-th has none if the file says nothing.
+
+    Raises ConfigError for something else than a truth value for each layer, or a number of at least 1.
+    """
+    layers, said = given.get("block_count"), given.get(WINDOWED, period)
+    layers = layers if isinstance(layers, int) else 0
+    slides = [bool((l + 1) % said) for l in range(layers)] if type(said) is int and said > 0 else said
+    if not given.get("attention.sliding_window"):
+        slides = [False] * layers
+    if not isinstance(slides, list) or len(slides) != layers:
+        raise ConfigError(
+            f"model_path: {contents.path}: {WINDOWED}: expected true or false for each of {layers} layers, got "
+            f"{str(said)[:200]}; {AGAIN}"
+        )
+    return {"layer_types": [SLIDING if x else FULL for x in slides]}
 
 
 def _layer_types(contents: Contents, given: dict[str, Any], without_heads: str) -> dict[str, list[str]]:

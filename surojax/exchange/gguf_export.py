@@ -25,6 +25,7 @@ from surojax.exchange.gguf import (
     SCALING,
     SCALING_TYPE,
     SIZES,
+    WINDOWED,
     Contents,
     GgufEntry,
     is_permuted,
@@ -40,6 +41,7 @@ from surojax.families import registry
 from surojax.families.family import TENSOR_NAMES
 from surojax.families.names import renamed
 from surojax.families.registry import tensor_names
+from surojax.families.window_keys import SLIDING
 from surojax.models.decoder_config import channels
 from surojax.models.model import Model
 from surojax.placement.param import Kind as ParamKind
@@ -218,6 +220,8 @@ def _metadata(said: dict[str, Any]) -> tuple[dict[str, Any], np.ndarray | None]:
     if family.without_heads and family.without_heads in said["layer_types"]:
         heads = keys["attention.head_count_kv"]
         keys["attention.head_count_kv"] = [0 if x == family.without_heads else heads for x in said["layer_types"]]
+    if family.window_period and with_sizes["sliding_window"]:
+        keys[WINDOWED] = [kind == SLIDING for kind in said["layer_types"]]
     h = channels(said)
     keys |= dict.fromkeys(HEAD_DIM, h) | {"vocab_size": said["vocab_size"]} | dict(family.fixed) | dict(family.unread)
     if family.partial_rotary:

@@ -129,7 +129,14 @@ TYPES = {
     "topk_group": int,
     "num_experts_per_tok": int,
 }
-LISTS = ("mlp_only_layers", "no_rope_layers", "layer_types", "full_attn_idxs", "mlp_layer_types")
+LISTS = (
+    "mlp_only_layers",
+    "no_rope_layers",
+    "layer_types",
+    "full_attn_idxs",
+    "mlp_layer_types",
+    "layer_rope_theta",
+)
 WORDS = {bool: "true or false", int: "a whole number", float: "a number", list: "a list"}
 
 

@@ -15,13 +15,13 @@ from surojax.families.registry import IMAGE_TEXT_FAMILIES
 OF_IMAGES = frozenset(
     "vision_config mm_tokens_per_image boi_token_index eoi_token_index image_token_index image_token_id "
     "projector_hidden_act vision_feature_layer multimodal_projector_bias spatial_merge_size video_token_id "
-    "vision_start_token_id vision_end_token_id language_model_only".split()
+    "vision_start_token_id vision_end_token_id language_model_only out_hidden_size projector_hidden_size".split()
 )
 OF_THE_FILE = frozenset(("initializer_range", "tie_word_embeddings"))
 # Keys beside text_config that count for the language model, if they are not null.
 OF_BOTH = ("quantization_config", "dtype", "torch_dtype", "bos_token_id", "eos_token_id", "pad_token_id")
 TEXT = {"language_model.model.": "model.", "language_model.lm_head.": "lm_head.", "model.language_model.": "model."}
-IMAGES = ("vision_tower.", "multi_modal_projector.", "visual.")
+IMAGES = ("vision_tower.", "vision_adapter.", "vision_projection.", "multi_modal_projector.", "visual.")
 IMAGES += tuple(f"model.{name}" for name in IMAGES)
 
 

@@ -62,7 +62,8 @@ def in_safetensors(kind: type[Sublayer], *names: str) -> dict[str, str]:
 
 def in_gguf(kind: type[Sublayer], *names: str) -> dict[str, str]:
     """Our names and theirs in GGUF files of these parameters of a sublayer, or of all of them."""
-    return {f"{kind.name}.{ours}": GGUF_LAYER + kind.tensors[ours].gguf for ours in names or kind.tensors}
+    theirs = {ours: kind.tensors[ours].gguf for ours in names or kind.tensors}
+    return {f"{kind.name}.{ours}": GGUF_LAYER + name for ours, name in theirs.items() if name}
 
 
 TENSOR_NAMES = {
@@ -171,7 +172,9 @@ class Gguf(NamedTuple):
     implied: keys of config.json that no file says, with the value that llama.cpp takes for them; implied_rope: likewise
     of rope_scaling. present: keys of config.json that are true if files have this tensor (our name) of the first layer.
     partial_rotary: the number of channels that rotate says partial_rotary_factor. without_heads: the type in
-    `layer_types` of layers for which files say 0 key/value heads; "": all layers have as many. defaults: values of keys
+    `layer_types` of layers for which files say 0 key/value heads; "": all layers have as many. window_period: files say
+    of each layer whether it has the window, or that each n-th has none, this one if they say nothing; 0: they do not.
+    defaults: values of keys
     that files may leave out. further_layers: files may count layers that predict further tokens in block_count, and
     have them; they are left aside. unread: keys that say nothing else, with the values that are written. transforms:
     by our name of a parameter. before_writing, after_reading: config.json -> the same with, or without, keys that only
@@ -190,6 +193,7 @@ class Gguf(NamedTuple):
     present: Mapping[str, str] = MappingProxyType({})
     partial_rotary: bool = False
     without_heads: str = ""
+    window_period: int = 0
     defaults: Mapping[str, Any] = MappingProxyType({})
     further_layers: bool = False
     unread: Mapping[str, Any] = MappingProxyType({})
@@ -207,7 +211,8 @@ def read_keys(given: dict[str, Any]) -> dict[str, Any]:
 class ModelFamily:
     """A family of Hugging Face models: its keys in config.json, its names of tensors, and its code.
 
-    model_type: its name in config.json. transformers_class: the class that loads its models. classifier: the class of
+    model_type: its name in config.json. transformers_class: the class that loads its models; "": there is none without
+    an image encoder, so that no config.json is made of `model` fields alone. classifier: the class of
     such models for sequence classification; None: transformers has none. architecture: what computes them.
 
     defaults: {key of config.json: the value of transformers' config class, if the key is left out}. sizes: those of

@@ -111,41 +111,14 @@ GEMMA2 = ModelFamily(
 # --- Gemma 3 ----------------------------------------------------------------------------------------------------------
 
 LOCAL_BASE = "rope_local_base_freq"  # in transformers 4 the base of layers with a window
-FULL, SLIDING = window_keys.FULL, window_keys.SLIDING  # also names of two rotary embeddings in rope_parameters
 
 
 def _read_gemma3(given: dict[str, Any]) -> dict[str, Any]:
     _check_caps(given)
     window_fields = _read_window(given, "1 or more", lambda n: True)
-    rope = rope_keys.said(given)
-    base = given[LOCAL_BASE]
-    if rope.keys() & {FULL, SLIDING}:
-        base, rope = _of_layer_types(rope, base)
-    elif given.get("rope_parameters"):
-        raise ConfigError(
-            f"model_path: config.json: rope_parameters: expected full_attention and sliding_attention for gemma3_text, "
-            f"got {', '.join(rope)}, which transformers does not read there; put them into full_attention"
-        )
-    elif rope and "rope_type" not in rope:
-        raise ConfigError(
-            f"model_path: config.json: rope_scaling: expected rope_type, got {', '.join(rope)}, which transformers "
-            "does not read for gemma3_text; name it rope_type"
-        )
+    base, rope = rope_keys.by_layer_type(given, given[LOCAL_BASE])
     local = {LOCAL_BASE: float(base) if window_fields["sliding_window"] else 0.0}
     return window_fields | local | rope_keys.rope_fields(given, rope)
-
-
-def _of_layer_types(rope: dict[str, Any], base: float) -> tuple[float, dict[str, Any]]:
-    """Returns (RoPE base of layers with a window, RoPE parameters of the other layers). base: default of the first."""
-    local = dict(rope.pop(SLIDING, None) or {})
-    full = dict(rope.pop(FULL, None) or {})
-    base = local.pop("rope_theta", base)
-    if local not in ({}, {"rope_type": "default"}) or rope:
-        raise ConfigError(
-            "model_path: config.json: rope_parameters: expected rope_type default for sliding_attention, and nothing "
-            f"beside it and full_attention, got {local | rope}"
-        )
-    return base, full
 
 
 def _write_gemma3(fields: dict[str, Any]) -> dict[str, Any]:
@@ -153,14 +126,9 @@ def _write_gemma3(fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def _both_ropes(config: dict[str, Any]) -> dict[str, Any]:
-    rope = config.get("rope_parameters")
-    if rope is None:
-        if config.get(LOCAL_BASE) is None:
-            return rope_keys.both_spellings(config)
-        local = {"rope_type": "default", "rope_theta": config[LOCAL_BASE]}
-        return config | {"rope_parameters": {FULL: rope_keys.joined_keys(config), SLIDING: local}}
-    base = rope.get(SLIDING, {}).get("rope_theta")
-    return config | rope_keys.separate_keys(rope.get(FULL, rope)) | ({} if base is None else {LOCAL_BASE: base})
+    both = rope_keys.both_by_layer_type(config, config.get(LOCAL_BASE))
+    base = (config.get("rope_parameters") or {}).get(rope_keys.SLIDING, {}).get("rope_theta")
+    return both | ({} if base is None else {LOCAL_BASE: base})
 
 
 GEMMA3 = ModelFamily(

@@ -12,6 +12,8 @@ from surojax.families.lfm2 import LFM2, LFM2_MOE
 from surojax.families.llama import LLAMA
 from surojax.families.mistral import MINISTRAL3, MISTRAL, MISTRAL3
 from surojax.families.mixtral import MIXTRAL
+from surojax.families.muse import MUSE_GLIMMER, MUSE_GLIMMER_IMAGES
+from surojax.families.olmo import OLMO2, OLMO3
 from surojax.families.olmoe import OLMOE
 from surojax.families.qwen import QWEN2, QWEN3, QWEN3_MOE
 from surojax.families.qwen3_5 import QWEN3_5, QWEN3_5_IMAGES, QWEN3_5_MOE, QWEN3_5_MOE_IMAGES, QWEN3_NEXT
@@ -43,10 +45,14 @@ FAMILIES: dict[str, ModelFamily] = {
         GLM4_MOE_LITE,
         DEEPSEEK_V2,
         DEEPSEEK_V3,
+        OLMO2,
+        OLMO3,
+        MUSE_GLIMMER,
     )
 }
 IMAGE_TEXT_FAMILIES: dict[str, ImageTextFamily] = {
-    family.model_type: family for family in (GEMMA3_IMAGES, MISTRAL3, QWEN3_5_IMAGES, QWEN3_5_MOE_IMAGES)
+    family.model_type: family
+    for family in (GEMMA3_IMAGES, MISTRAL3, QWEN3_5_IMAGES, QWEN3_5_MOE_IMAGES, MUSE_GLIMMER_IMAGES)
 }
 # Values of model_type that are another family's, whose class in transformers computes the model.
 ALIASES = {"kimi_k2": DEEPSEEK_V3.model_type}

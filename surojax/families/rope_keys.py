@@ -7,6 +7,7 @@ import math
 from typing import Any
 
 from surojax.errors import ConfigError
+from surojax.families import window_keys
 from surojax.models.rotary import ROPE_USES
 
 PARTIAL = "partial_rotary_factor"
@@ -113,6 +114,54 @@ def rope_fields(given: dict[str, Any], rope: dict[str, Any]) -> dict[str, Any]:
     return fields | {f"rope_{name}": rope[name] for name in ROPE_USES[kind]}
 
 
+# One rotary embedding for each type of layers, in `rope_parameters` of transformers 5.
+FULL, SLIDING = window_keys.FULL, window_keys.SLIDING
+
+
+def by_layer_type(given: dict[str, Any], base: float) -> tuple[float, dict[str, Any]]:
+    """Returns (base of the layers with a window, `rope_parameters` of the others), of a family that has both.
+
+    base: of layers with a window, if `rope_parameters` does not say it. Raises ConfigError for a spelling that
+    transformers does not read, and for stretched positions in layers with a window.
+    """
+    rope, family = said(given), given["model_type"]
+    if rope.keys() & {FULL, SLIDING}:
+        local = dict(rope.pop(SLIDING, None) or {})
+        full = dict(rope.pop(FULL, None) or {})
+        base = local.pop("rope_theta", base)
+        if local not in ({}, {"rope_type": "default"}) or rope:
+            raise ConfigError(
+                "model_path: config.json: rope_parameters: expected rope_type default for sliding_attention, and "
+                f"nothing beside it and full_attention, got {local | rope}"
+            )
+        return base, full
+    if given.get("rope_parameters"):
+        raise ConfigError(
+            f"model_path: config.json: rope_parameters: expected full_attention and sliding_attention for {family}, "
+            f"got {', '.join(rope)}, which transformers does not read there; put them into full_attention"
+        )
+    if rope and "rope_type" not in rope:
+        raise ConfigError(
+            f"model_path: config.json: rope_scaling: expected rope_type, got {', '.join(rope)}, which transformers "
+            f"does not read for {family}; name it rope_type"
+        )
+    return base, rope
+
+
+def both_by_layer_type(config: dict[str, Any], base: float | None) -> dict[str, Any]:
+    """`both_spellings` for a family with a rotary embedding for each type of layers.
+
+    base: of layers with a window in a config of transformers 4; None: that of the other layers.
+    """
+    rope = config.get("rope_parameters")
+    if rope is not None:
+        return config | separate_keys(rope.get(FULL, rope))
+    if base is None:
+        return both_spellings(config)
+    local = {"rope_type": "default", "rope_theta": base}
+    return config | {"rope_parameters": {FULL: joined_keys(config), SLIDING: local}}
+
+
 def original_length(given: dict[str, Any], rope: dict[str, Any]) -> int | None:
     """The context length before stretching, in tokens."""
     return rope.get("original_max_position_embeddings", given.get("max_position_embeddings"))
@@ -135,7 +184,9 @@ def _yarn(rope: dict[str, Any], longest: int | None) -> dict[str, Any]:
     if magnitude is None and numerator and denominator and settings.get("factor"):
         stretch = 0.1 * math.log(max(settings["factor"], 1))
         magnitude = (numerator * stretch + 1) / (denominator * stretch + 1)
-    settings["attention_factor"] = magnitude or 0.0
+    implied = 0.1 * math.log(max(settings.get("factor") or 1, 1)) + 1
+    is_implied = magnitude is not None and math.isclose(magnitude, implied, rel_tol=1e-12)
+    settings["attention_factor"] = 0.0 if is_implied else magnitude or 0.0
     settings["beta_fast"] = float(settings.get("beta_fast") or 32)
     settings["beta_slow"] = float(settings.get("beta_slow") or 1)
     return settings

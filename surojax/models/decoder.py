@@ -25,7 +25,7 @@ from surojax.models.layers import norm_weight, parameter
 from surojax.models.linear import linear
 from surojax.models.lora import add_adapters
 from surojax.models.model import DEFAULT, ROUTES, Cache, Earlier, Routed, Routing, Variant
-from surojax.models.operations import Operations, softcapped
+from surojax.models.operations import Operations, normalised, softcapped
 from surojax.models.recompute import recomputed
 from surojax.placement.param import VOCABULARY, Kind
 
@@ -58,7 +58,7 @@ class Block(nnx.Module):
     """Computes a decoder layer: x + mixer(norm(x)), then x + mlp(norm(x)).
 
     Training, sampling and the plain `Decoder` share this definition. With sandwich norms it is
-    x + norm(mixer(norm(x))), then x + norm(mlp(norm(x))).
+    x + norm(mixer(norm(x))), then x + norm(mlp(norm(x))); without input norms the inner ones are left out.
 
     A subclass computes something else: `__call__` has to use `ops`, `cache` and `routing` as here, `__init__` may add
     parameters (`layers.parameter`), and `handed_on` returns what a chunk hands on, if `sequence_chunks` divides the
@@ -69,13 +69,15 @@ class Block(nnx.Module):
         self.config = config
 
         def norm() -> nnx.Param:
-            return norm_weight(rngs, config, config.hidden_size, "embed")
+            return norm_weight(rngs, config.norm_plus_one, config.hidden_size, "embed")
 
         mixer, mlp = sublayer_types(config)
-        self.attention_norm = norm()
+        if config.input_norms:
+            self.attention_norm = norm()
         self.mixer_name = mixer.name
         setattr(self, mixer.name, mixer(config, rngs=rngs))
-        self.mlp_norm = norm()
+        if config.input_norms:
+            self.mlp_norm = norm()
         self.mlp: Any = mlp(config, rngs=rngs)
         if config.sandwich_norms:
             self.attention_out_norm = norm()
@@ -89,8 +91,10 @@ class Block(nnx.Module):
 
     def handed_on(self, x_BSD: jax.Array, ops: Operations, before: Cache | Earlier) -> Cache | Earlier:
         """Computes what later chunks read of a chunk x `[B, C, D]`: its keys and values, or the state after it."""
-        how = self.config.rms_norm_eps, self.config.norm_plus_one
-        normed_BSD = ops.norm(x_BSD, self.attention_norm[...], *how)
+        normed_BSD = x_BSD
+        if self.config.input_norms:
+            how = self.config.rms_norm_eps, self.config.norm_plus_one
+            normed_BSD = ops.norm(x_BSD, self.attention_norm[...], *how)
         if isinstance(before, Cache):
             return self.mixer(normed_BSD, ops, None, before)[1]
         return self.mixer.earlier(normed_BSD, ops, None, before.start)
@@ -99,24 +103,31 @@ class Block(nnx.Module):
         self, x_BSD: jax.Array, ops: Operations, cache: Cache | Earlier | None = None, routing: Routing = ROUTES
     ) -> tuple[jax.Array, Cache | Earlier | None, Routed | None]:
         """Returns (output `[B, S, D]`, extended cache or the chunk's own keys and values, a router's `Routed`)."""
+        c = self.config
         again = ops.compute.recompute
-        how = self.config.rms_norm_eps, self.config.norm_plus_one
+        how = c.rms_norm_eps, c.norm_plus_one
+        of_outputs = c.post_norm_eps or c.rms_norm_eps, c.norm_plus_one
 
         def attention(y_BSD, norm=None):
             attended_BSD, extended = self.mixer(y_BSD, ops, norm, cache)
-            if self.config.sandwich_norms:
-                attended_BSD = ops.norm(attended_BSD, self.attention_out_norm[...], *how)
-            return times(self.config.residual_multiplier, attended_BSD), extended
+            if c.sandwich_norms:
+                attended_BSD = ops.norm(attended_BSD, self.attention_out_norm[...], *of_outputs)
+            return times(c.residual_multiplier, attended_BSD), extended
 
         def mlp(y_BSD, norm=None):
             y_BSD, routed = self.mlp(y_BSD, ops, norm, routing)
-            y_BSD = ops.norm(y_BSD, self.mlp_out_norm[...], *how) if self.config.sandwich_norms else y_BSD
-            return times(self.config.residual_multiplier, y_BSD), routed
+            y_BSD = ops.norm(y_BSD, self.mlp_out_norm[...], *of_outputs) if c.sandwich_norms else y_BSD
+            return times(c.residual_multiplier, y_BSD), routed
 
         def attention_norm(x_BSD):
+            if not c.input_norms:
+                return x_BSD, x_BSD
             return ops.add_and_norm(x_BSD, None, self.attention_norm[...], *how, self.mixer.input)
 
         def mlp_norm(x_BSD, residual_BSD=None):
+            if not c.input_norms:
+                total_BSD = x_BSD if residual_BSD is None else x_BSD + residual_BSD
+                return total_BSD, total_BSD
             return ops.add_and_norm(x_BSD, residual_BSD, self.mlp_norm[...], *how, self.mlp.input)
 
         if again.norm:
@@ -138,7 +149,7 @@ class Outer(nnx.Module):
         normal = nnx.initializers.normal(config.initializer_range)
         shape = (config.vocab_size, config.hidden_size)
         self.embed = parameter(rngs, shape, (VOCABULARY, "embed"), normal, Kind.TABLE)
-        self.norm = norm_weight(rngs, config, config.hidden_size, "embed")
+        self.norm = norm_weight(rngs, config.final_norm_plus_one, config.hidden_size, "embed")
         if config.head == SCORE:
             self.score = parameter(rngs, (config.num_labels, shape[1]), ("labels", "embed"), normal, Kind.ROUTER)
         elif config.head != "embed":
@@ -180,6 +191,7 @@ class Decoder(nnx.Module):
 
         c = self.config
         x_BSD = self.outer.embed[...][tokens_BS]
+        x_BSD = normalised(x_BSD, c.rms_norm_eps) if c.embedding_norm else x_BSD
         x_BSD = times(c.embedding_scale, x_BSD)
         variants = c.variants(DEFAULT.precision)
         segments = {name: (*nnx.split(getattr(self, name)), layers.numbers) for name, layers in c.segments().items()}
@@ -192,7 +204,7 @@ class Decoder(nnx.Module):
                 name, l = places[number]
                 graph, weights, _ = segments[name]
                 x_BSD, _ = layer(variant, graph)(x_BSD, jax.tree.map(lambda w, l=l: w[l], weights))
-        x_BSD = Operations().norm(x_BSD, self.outer.norm[...], c.rms_norm_eps, c.norm_plus_one)
+        x_BSD = Operations().norm(x_BSD, self.outer.norm[...], c.rms_norm_eps, c.final_norm_plus_one)
         if c.head == SCORE:
             return linear(x_BSD, self.outer.score[...])
         x_BSD = times(1 / c.logits_scaling, x_BSD)

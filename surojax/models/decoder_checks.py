@@ -308,9 +308,21 @@ OF_ATTENTION = (
     is_set("model.sliding_window_pattern", 2, WINDOW),
     is_on("model.attention_sinks"),
     is_on("model.attn_output_gate"),
+    is_on("model.attn_gate_proj"),
     is_on("model.qk_norm"),
+    is_on("model.qk_norm_weightless"),
     is_on("model.qk_norm_whole"),
     is_on("model.norm_plus_one"),
+)
+SANDWICH: Any = {"model.sandwich_norms": True}
+no_sandwich = is_off("model.sandwich_norms")
+no_nth_layer = Feature(
+    "model.sliding_window_pattern=0 and model.no_rope_layer_interval=0",
+    ("model.sliding_window_pattern", "model.no_rope_layer_interval"),
+    lambda s, _: not s["model.sliding_window_pattern"] and not s["model.no_rope_layer_interval"],
+    lambda s: "with sliding_window_pattern=0 and no_rope_layer_interval=0",
+    "",
+    {"model.sliding_window_pattern": 0, "model.no_rope_layer_interval": 0},
 )
 several_groups = Feature(
     "microbatches_per_fetch other than gradient_accumulation_steps",
@@ -325,6 +337,7 @@ several_groups = Feature(
     {"microbatches_per_fetch": 1, "gradient_accumulation_steps": 2},
 )
 whole_norm = is_on("model.qk_norm_whole")
+weightless_norm = is_on("model.qk_norm_weightless")
 sinks = is_on("model.attention_sinks")
 experts_in_fp8 = Feature(
     "model.num_experts > 0 with recipe=fp8_hybrid or fp8_current",
@@ -385,6 +398,35 @@ REFUSALS = (
     Refusal(dense_first, stages, "whose layers are equal", "leave it out, or set pp_size=1"),
     Refusal(sinks, cudnn, "whose log-sum-exp jax does not give", "set attention='auto'"),
     Refusal(whole_norm, is_on("model.qk_norm"), "which norms them by head", "leave one of them out"),
+    Refusal(weightless_norm, is_on("model.qk_norm"), "which has weights", "leave one of them out"),
+    Refusal(whole_norm, weightless_norm, "which norms them by head", "leave one of them out"),
+    Refusal(
+        is_on("model.attn_gate_proj"), is_on("model.attn_output_gate"), "which is another gate", "leave one of them out"
+    ),
+    Refusal(
+        is_off("model.input_norms", **SANDWICH),
+        no_sandwich,
+        "without which a layer has no norms",
+        "set model.sandwich_norms=True",
+    ),
+    Refusal(
+        is_set("model.post_norm_eps", 1e-8, SANDWICH),
+        no_sandwich,
+        "which does not use it",
+        "leave it out, or set model.sandwich_norms=True",
+    ),
+    Refusal(
+        is_on("model.plain_final_norm", **{"model.norm_plus_one": True}),
+        is_off("model.norm_plus_one"),
+        "which does not use it",
+        "leave it out, or set model.norm_plus_one=True",
+    ),
+    Refusal(
+        is_on("model.layers_from_last", **{"model.no_rope_layer_interval": 2}),
+        no_nth_layer,
+        "which counts no layers",
+        "leave it out, or set one of them",
+    ),
     Refusal(whole_norm, is_on("model.attn_output_gate"), "with which it is not built", "leave one of them out"),
     Refusal(whole_norm, is_on("model.norm_plus_one"), "with which it is not built", "leave one of them out"),
     Refusal(persistent, experts_in_fp8, "whose products quantise the matrices of one expert", OUT),

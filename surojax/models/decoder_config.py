@@ -114,16 +114,28 @@ class DecoderConfig:
     attn_output_gate: bool = False
     # each head's softmax has one more logit, which is learned and belongs to no position (gpt-oss)
     attention_sinks: bool = False
+    # likewise, by a gate with a matrix of its own (Muse-Glimmer)
+    attn_gate_proj: bool = False
     # RMSNorm on each head's queries and keys (Qwen3, Gemma 3)
     qk_norm: bool = False
     # RMSNorm on queries and keys, of the channels of all heads together (OLMoE)
     qk_norm_whole: bool = False
+    # RMSNorm without weights on each head's queries and keys (Muse-Glimmer)
+    qk_norm_weightless: bool = False
+    # RMSNorm on the inputs of attention and MLP; False: on their outputs alone (OLMo 2, 3)
+    input_norms: bool = True
     # RMSNorm multiplies by 1 + its weights, which start at 0 (Gemma)
     norm_plus_one: bool = False
+    # the last norm multiplies by its weights even with norm_plus_one (Muse-Glimmer)
+    plain_final_norm: bool = False
     # RMSNorm also on what attention and MLP add to the residual stream (Gemma 2, 3)
     sandwich_norms: bool = False
+    # added to the mean square in those norms; 0 = rms_norm_eps
+    post_norm_eps: float = declare(0.0, AT_LEAST_0)
     # of the MLP's gate: "silu", "gelu_pytorch_tanh" (Gemma) or "clamped_swiglu" (gpt-oss)
     hidden_act: str = declare("silu", choices=tuple(ACTIVATIONS))
+    # RMSNorm without weights on the embedding (Muse-Glimmer)
+    embedding_norm: bool = False
     # the embedding is multiplied by sqrt(hidden_size) (Gemma)
     scale_embedding: bool = False
     # the embedding is multiplied by this (Granite: 12)
@@ -142,6 +154,8 @@ class DecoderConfig:
     sliding_window: int = declare(0, AT_LEAST_0)
     # every n-th layer attends to all positions (Gemma 3: 6, gpt-oss: 2); 0 = none
     sliding_window_pattern: int = declare(0, AT_LEAST_0)
+    # every n-th layer of sliding_window_pattern and no_rope_layer_interval is counted from the last one, which is one
+    layers_from_last: bool = False
     # 1: a reward model, whose head computes one number; 0: a language model. With model_path the objective decides
     num_labels: int = declare(0, choices=(0, 1))
     # standard deviation of the initial weights
@@ -156,14 +170,14 @@ class DecoderConfig:
     def variants(self, precision: Precision) -> tuple[Variant, ...]:
         """The `Variant` of each layer: whether the recipe is enabled, the attention window, the rotary embedding."""
 
+        def is_nth(l: int, n: int) -> bool:
+            return n > 0 and (self.num_hidden_layers - 1 - l if self.layers_from_last else l + 1) % n == 0
+
         def window(l: int) -> int:
-            pattern = self.sliding_window_pattern
-            attends_to_all = pattern and (l + 1) % pattern == 0
-            return 0 if attends_to_all else self.sliding_window
+            return 0 if is_nth(l, self.sliding_window_pattern) else self.sliding_window
 
         def rotary(l: int) -> str:
-            interval = self.no_rope_layer_interval
-            if interval and (l + 1) % interval == 0:
+            if is_nth(l, self.no_rope_layer_interval):
                 return "none"
             return "local" if self.rope_local_base_freq and window(l) else "global"
 
@@ -220,6 +234,11 @@ class DecoderConfig:
         if self.num_labels:
             return SCORE
         return "embed" if self.tie_word_embeddings else "head"
+
+    @property
+    def final_norm_plus_one(self) -> bool:
+        """True if the last norm multiplies by 1 + its weights."""
+        return self.norm_plus_one and not self.plain_final_norm
 
     @property
     def embedding_scale(self) -> float:

@@ -102,7 +102,7 @@ def _build(config: DecoderConfig, compute: Compute, block_type: type[Block]) -> 
     by_xla = Compute(attention="xla")
 
     def normed(compute: Compute, outer, x):
-        y = Operations(compute).norm(x, outer["norm"], config.rms_norm_eps, config.norm_plus_one)
+        y = Operations(compute).norm(x, outer["norm"], config.rms_norm_eps, config.final_norm_plus_one)
         return times(1 / scaling, y)
 
     def logits(outer, x):
@@ -123,6 +123,7 @@ def _build(config: DecoderConfig, compute: Compute, block_type: type[Block]) -> 
         final=functools.partial(normed, compute),
         logits=logits,
         rebuild=lambda compute: _build(config, compute, block_type),
+        embedding_norm_eps=config.rms_norm_eps if config.embedding_norm else None,
         embedding_scale=config.embedding_scale,
         logit_softcap=softcap,
         draws=_draws(config, compute),

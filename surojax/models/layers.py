@@ -36,9 +36,9 @@ def vector(rngs: nnx.Rngs, size: int, axis: str, initializer) -> nnx.Param:
     return parameter(rngs, (size,), (axis,), initializer, Kind.VECTOR)
 
 
-def norm_weight(rngs: nnx.Rngs, config, size: int, axis: str) -> nnx.Param:
-    """Makes the weight `[size]` of an RMSNorm whose initial scale is 1."""
-    initial = nnx.initializers.zeros if config.norm_plus_one else nnx.initializers.ones
+def norm_weight(rngs: nnx.Rngs, plus_one: bool, size: int, axis: str) -> nnx.Param:
+    """Makes the weight `[size]` of an RMSNorm whose initial scale is 1. plus_one: it multiplies by 1 + the weight."""
+    initial = nnx.initializers.zeros if plus_one else nnx.initializers.ones
     return vector(rngs, size, axis, initial)
 
 

@@ -222,7 +222,8 @@ class Model:
     init_outer: seed -> new float32 arrays. final: (outer, x) -> x normed for the head. logits: (outer, x `[..., D]`) ->
     `[..., V]` float32, by XLA. rebuild: Compute -> this model computed so.
 
-    embedding_scale: what the embedding is multiplied by, rounded to its dtype first. logit_softcap: the head's products
+    embedding_norm_eps: of an RMSNorm without weights on the embedding; None: there is none. embedding_scale: what the
+    embedding is multiplied by then, rounded to its dtype first. logit_softcap: the head's products
     z become cap tanh(z / cap); 0: they are the logits. draws: training draws random numbers in the blocks.
     """
 
@@ -238,6 +239,7 @@ class Model:
     final: Callable
     logits: Callable
     rebuild: Callable
+    embedding_norm_eps: float | None = None
     embedding_scale: float = 1.0
     logit_softcap: float = 0.0
     draws: bool = False

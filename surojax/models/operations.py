@@ -49,6 +49,11 @@ def rms_norm(x: jax.Array, weight: jax.Array, eps: float, plus_one: bool = False
     return (y * jnp.expand_dims(scale, tuple(range(x.ndim - 1)))).astype(x.dtype)
 
 
+def normalised(x: jax.Array, eps: float) -> jax.Array:
+    """Computes `rms_norm` without weights."""
+    return rms_norm(x, jnp.ones(x.shape[-1], x.dtype), eps, False)
+
+
 @functools.partial(save_inputs_only, static_argnums=(2, 3))
 def norm_of_parts(x: jax.Array, weight: jax.Array, eps: float, axes: tuple[str, ...]) -> jax.Array:
     """Computes `rms_norm` over a dimension sharded over these mesh axes; x and weight are this device's shards."""

@@ -26,6 +26,7 @@ import jax
 import jax.numpy as jnp
 
 from surojax.models.model import Model
+from surojax.models.operations import normalised
 from surojax.numerics.ordered_sums import add_rows
 from surojax.objectives.distillation import Labelling
 from surojax.objectives.objective import (
@@ -75,13 +76,20 @@ class OuterLayers:
         if "embed" not in grads:
             return grads
         table = grads["embed"]
-        dx_BSD = scaled(self.model, dx_BSD)
+        dx_BSD = self._into_table(tokens_BS, dx_BSD)
         rows = tokens_BS
         if self.axes:
             tokens, dx_BSD = (jax.lax.all_gather(v, self.axes, axis=0, tiled=True) for v in (tokens_BS, dx_BSD))
             rows, here = local_rows(table, tokens, self.axes)
             rows = jnp.where(here, rows, table.shape[0])  # a row out of bounds is dropped
         return grads | {"embed": add_rows(table, rows.reshape(-1), dx_BSD.reshape(-1, dx_BSD.shape[-1]))}
+
+    def _into_table(self, tokens_BS: jax.Array, dx_BSD: jax.Array) -> jax.Array:
+        """Gradient of the tokens' rows of the table from that of `embed`."""
+        if self.model.embedding_norm_eps is None:
+            return scaled(self.model, dx_BSD)
+        x_BSD = table_rows(self.weights["embed"], tokens_BS, self.axes)
+        return jax.vjp(lambda x: scaled(self.model, x), x_BSD)[1](dx_BSD)[0]
 
     @jax.named_scope("head")
     def head(
@@ -168,20 +176,26 @@ class OuterLayers:
 
 
 def embed(model: Model, table_vD: jax.Array, tokens_BS: jax.Array, axes: Axes = ()) -> jax.Array:
-    """Embeddings `[B, S, D]` of the tokens, times the model's scale, which is rounded to their dtype first.
+    """Embeddings `[B, S, D]` of the tokens, normed and scaled as in the model. axes: see `OuterLayers`."""
+    return scaled(model, table_rows(table_vD, tokens_BS, axes))
 
-    The rounding is that of transformers. axes: see `OuterLayers`.
-    """
+
+def table_rows(table_vD: jax.Array, tokens_BS: jax.Array, axes: Axes = ()) -> jax.Array:
+    """The tokens' rows `[B, S, D]` of the table. axes: see `OuterLayers`."""
     if not axes:
-        return scaled(model, table_vD[tokens_BS])
+        return table_vD[tokens_BS]
     tokens = jax.lax.all_gather(tokens_BS, axes, axis=0, tiled=True)
     rows, here = local_rows(table_vD, tokens, axes)
     x = jnp.where(here[..., None], table_vD[jnp.where(here, rows, 0)], 0)
-    return scaled(model, jax.lax.psum_scatter(x, axes, scatter_dimension=0, tiled=True))
+    return jax.lax.psum_scatter(x, axes, scatter_dimension=0, tiled=True)
 
 
 def scaled(model: Model, x_BSD: jax.Array) -> jax.Array:
-    """Multiplies x by the scale of the model's embeddings."""
+    """Norms and scales rows of the table as the model does.
+
+    The scale is rounded to x's dtype first, as transformers rounds it.
+    """
+    x_BSD = x_BSD if model.embedding_norm_eps is None else normalised(x_BSD, model.embedding_norm_eps)
     scale = model.embedding_scale
     return x_BSD if scale == 1 else x_BSD * jnp.asarray(scale, x_BSD.dtype)
 

@@ -46,6 +46,7 @@ class Attention(Mixer):
         "bv": FileNames("self_attn.v_proj.bias", "attn_v.bias"),
         "q_norm": FileNames("self_attn.q_norm.weight", "attn_q_norm.weight"),
         "k_norm": FileNames("self_attn.k_norm.weight", "attn_k_norm.weight"),
+        "wg": FileNames("self_attn.gate_proj.weight"),
     }
 
     def __init__(self, config, *, rngs: nnx.Rngs | None = None):
@@ -63,6 +64,9 @@ class Attention(Mixer):
         self.wk = parameter(rngs, (kv, D), ("kv_heads", "embed"), normal, product=Product(1, self.input, "d_k"))
         self.wv = parameter(rngs, (kv, D), ("kv_heads", "embed"), normal, product=Product(2, self.input, "d_v"))
         self.wo = parameter(rngs, (D, q), ("embed", "heads"), out, product=OUT)
+        if c.attn_gate_proj:
+            gate = Product(7, self.input, "d_attention_gate")  # numbers from 4 to 6 are the MLP's
+            self.wg = parameter(rngs, (q, D), ("heads", "embed"), normal, product=gate)
         if c.attention_bias:
             self.bq = vector(rngs, with_gate, "heads", nnx.initializers.zeros)
             self.bk = vector(rngs, kv, "kv_heads", nnx.initializers.zeros)
@@ -72,11 +76,11 @@ class Attention(Mixer):
         if c.attention_sinks:
             self.sinks = vector(rngs, c.num_attention_heads, "heads", normal)
         if c.qk_norm_whole:
-            self.q_norm = norm_weight(rngs, c, q, "heads")
-            self.k_norm = norm_weight(rngs, c, kv, "kv_heads")
+            self.q_norm = norm_weight(rngs, c.norm_plus_one, q, "heads")
+            self.k_norm = norm_weight(rngs, c.norm_plus_one, kv, "kv_heads")
         if c.qk_norm:
-            self.q_norm = norm_weight(rngs, c, c.head_dim, "channels")
-            self.k_norm = norm_weight(rngs, c, c.head_dim, "channels")
+            self.q_norm = norm_weight(rngs, c.norm_plus_one, c.head_dim, "channels")
+            self.k_norm = norm_weight(rngs, c.norm_plus_one, c.head_dim, "channels")
 
     def heads(
         self, x_BSD: jax.Array, ops: Operations, norm: Callable | None, first: jax.Array | int
@@ -86,25 +90,22 @@ class Attention(Mixer):
         first: index of the first token in its row.
         """
         c = self.config
-        projections = [projection(self, f"w{name}", f"b{name}") for name in "qkv"]
-        projected = ops.linears(x_BSD, projections, norm)
+        names = "qkvg" if c.attn_gate_proj else "qkv"
+        projections = [projection(self, f"w{name}", f"b{name}") for name in names]
+        q, k, v, *gate = ops.linears(x_BSD, projections, norm)
         if c.qk_norm_whole:
-            q, k, v = projected
-            projected = (
-                ops.norm_of_all_heads(q, self.q_norm[...], "heads", c.rms_norm_eps),
-                ops.norm_of_all_heads(k, self.k_norm[...], "kv_heads", c.rms_norm_eps),
-                v,
-            )
-        B, S, _ = projected[0].shape
-        gate = None
+            q = ops.norm_of_all_heads(q, self.q_norm[...], "heads", c.rms_norm_eps)
+            k = ops.norm_of_all_heads(k, self.k_norm[...], "kv_heads", c.rms_norm_eps)
+        B, S, _ = q.shape
         if c.attn_output_gate:
-            q, gate = jnp.split(projected[0].reshape(B, S, -1, 2 * c.head_dim), 2, axis=-1)
-            projected = (q, *projected[1:])
-        q, k, v = (y.reshape(B, S, -1, c.head_dim) for y in projected)
+            q, *gate = jnp.split(q.reshape(B, S, -1, 2 * c.head_dim), 2, axis=-1)
+        q, k, v, *gate = (y.reshape(B, S, -1, c.head_dim) for y in (q, k, v, *gate))
         if c.qk_norm:
             q = ops.norm(q, self.q_norm[...], c.rms_norm_eps, c.norm_plus_one)
             k = ops.norm(k, self.k_norm[...], c.rms_norm_eps, c.norm_plus_one)
-        return *ops.rotate(q, k, first, *c.rotary(ops.variant)), v, gate
+        if c.qk_norm_weightless:
+            q, k = (ops.norm(y, jnp.ones(c.head_dim, y.dtype), c.rms_norm_eps) for y in (q, k))
+        return *ops.rotate(q, k, first, *c.rotary(ops.variant)), v, gate[0] if gate else None
 
     def earlier(self, x_BSD: jax.Array, ops: Operations, norm: Callable | None, first: int) -> Earlier:
         """Keys and values of a chunk x or norm(x), which later chunks attend to."""
@@ -135,6 +136,7 @@ class Attention(Mixer):
         queries, keys = self.widths()
         with_gate = queries._replace(size=2 * queries.size) if self.config.attn_output_gate else queries
         widths = {"wq": with_gate, "wk": keys, "wv": keys, "wo": queries}
+        widths |= {"wg": queries} if self.config.attn_gate_proj else {}
         return [self.target(matrix, width) for matrix, width in widths.items()]
 
     def decode_state(self, rows: int, positions: int, dtype) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
