@@ -75,6 +75,7 @@ def test_float8_has_the_sites_of_the_products_in_their_order():
 
 
 GATED = dataclasses.replace(EXPERTS, n_shared_experts=0, shared_expert_intermediate_size=20)
+GATE_OF_ITS_OWN = dataclasses.replace(OPTIONS, attn_output_gate=False, attn_gate_proj=True)
 FUSED = dataclasses.replace(DELTA, linear_fused_projections=True)
 
 
@@ -92,7 +93,12 @@ def products_of(kind, config) -> list[Product]:
 
 @pytest.mark.parametrize(
     "kind, configs",
-    [(Attention, [OPTIONS]), (SwiGLU, [CONFIG]), (Experts, [EXPERTS, GATED]), (GatedDelta, [DELTA, FUSED])],
+    [
+        (Attention, [OPTIONS, GATE_OF_ITS_OWN]),
+        (SwiGLU, [CONFIG]),
+        (Experts, [EXPERTS, GATED]),
+        (GatedDelta, [DELTA, FUSED]),
+    ],
     ids=lambda x: getattr(x, "name", ""),
 )
 def test_every_parameter_has_names_in_files(kind, configs):

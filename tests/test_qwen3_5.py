@@ -269,8 +269,8 @@ MISTAKES = {
     "gates of other heads": (gated_delta, '("qkv", "z", "b", "a")', '("qkv", "z", "a", "b")'),
     "a query and a gate as halves": (
         self_attention,
-        "q, gate = jnp.split(projected[0].reshape(B, S, -1, 2 * c.head_dim), 2, axis=-1)",
-        "q, gate = (x.reshape(B, S, -1, c.head_dim) for x in jnp.split(projected[0], 2, axis=-1))",
+        "q, *gate = jnp.split(q.reshape(B, S, -1, 2 * c.head_dim), 2, axis=-1)",
+        "q, *gate = jnp.split(q, 2, axis=-1)",
     ),
     "silu of the gate": (self_attention, "x * jax.nn.sigmoid(gate)", "x * jax.nn.silu(gate)"),
     "rope on whole heads": (operations, "turned = scaling.channels(h)", "turned = h"),
