@@ -488,7 +488,7 @@ MUSE = dataclasses.replace(
             (MUSE, 8, {"zero_level": 3, "cp_size": 2, "tp_size": 2, "shard_outer": True, **ALL}),
             (MUSE, 1, {"sequence_chunks": 2}),
             (MUSE, 4, {"tp_size": 4}),
-            (MUSE, 2, {"pp_size": 2}),
+            (dataclasses.replace(MUSE, num_hidden_layers=4), 2, {"pp_size": 2}),
         ]
     ),
 )

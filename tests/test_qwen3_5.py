@@ -287,7 +287,7 @@ def remade(monkeypatch, module, old: str, new: str) -> None:
     for name, made in vars(module).items():
         if isinstance(made, type) and made.__module__ == module.__name__:
             for method, function in vars(namespace[name]).items():
-                if callable(function) and method in ("__call__", "heads", "rotate", "norm"):
+                if callable(function) and method in ("__call__", "_projected", "heads", "rotate", "norm"):
                     monkeypatch.setattr(made, method, function)
 
 
