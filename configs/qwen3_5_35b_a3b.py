@@ -3,7 +3,7 @@
     surojax train --config qwen3_5_35b_a3b --config.model_path=MODEL --config.data=chats.jsonl
 
 A token uses 8 of the 256 experts of a layer, and one more that all tokens use. As compiled for an RTX 4090, not run:
-13.9 GiB, 16.4 GiB of host memory, and 8.7 s a step of 16,384 tokens. By estimate, 8.7 and 17.6 GiB of an RTX 4070
+13.9 GiB, 16.4 GiB of host memory, and 8.7 s a step of 16,384 tokens; 8.8, 17.6 GiB and 10.7 s of 8,192 of an RTX 4070
 (12 GB) with --config.per_device_batch_size=4 --config.offload_residual.
 """
 
