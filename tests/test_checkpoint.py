@@ -423,6 +423,18 @@ def test_a_state_that_is_not_finite_is_not_written(tmp_path, bad):
     assert contents(tmp_path) == before
 
 
+def test_a_pipe_in_a_checkpoint_is_not_waited_for(tmp_path):
+    """Though `files.json` lists none: whoever means harm writes it."""
+    (path,) = write(tmp_path, 1)
+    (path / on_disk.FILES).write_text("{}")
+    read_meta(path)
+    file = next(file for file in path.rglob("*") if file.name.startswith("manifest"))
+    file.unlink()
+    os.mkfifo(file)
+    with pytest.raises(CheckpointError, match=f"{re.escape(str(file.relative_to(path)))} is a pipe or a device"):
+        read_meta(path)
+
+
 def test_a_checkpoint_says_which_version_wrote_it(tmp_path):
     """And so does the error about one that does not fit, or whose config has other fields."""
     (path,) = write(tmp_path, 1)

@@ -162,7 +162,13 @@ def list_files(unfinished: Path) -> None:
 
 
 def _check_files(path: Path) -> None:
-    """Raises FileNotFoundError if a file is missing, ValueError if its size or its checksum (small files) changed."""
+    """Raises FileNotFoundError if a file is missing, ValueError if its size or its checksum (small files) changed.
+
+    Raises ValueError too for a pipe or a device, also one that `files.json` does not list: orbax would wait for it.
+    """
+    for file in path.rglob("*"):
+        if file.exists() and not (file.is_dir() or file.is_file()):
+            raise ValueError(f"{file.relative_to(path)} is a pipe or a device, and no file")
     for name, written in read_own(path / FILES, {str: {"bytes": WHOLE, "crc32": Optional(WHOLE)}}, MOST_FILES).items():
         if (now := _measure(path / name)) != written:
             sizes = f"{written['bytes']} bytes were written, {now['bytes']} are there"
