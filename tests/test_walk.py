@@ -48,7 +48,7 @@ WALK = [
     (r"data .*model_path=MODEL", "--config.sequence_len=32"),
     (r"distill --config.model_path=MODEL .*distill_path=labels$", ROWS),
     (r"train --config finetune .*datasets", ROWS + " --config.output_dir=runs/mixed"),
-    (r"train --model_path MODEL --data chats\.jsonl --lora", ROWS + " --config.num_epochs=1 --config.output_dir=runs/a"),
+    (r"train --model_path MODEL --data chats\.jsonl --lora", ROWS + " --num_epochs 1 --config.output_dir=runs/a"),
     (r"train --(config\.)?model_path[= ]MODEL --(config\.)?data[= ]chats\.jsonl$", ROWS),
     (r"train --config preferences --config.objective=grpo", ROWS + " --config.output_dir=runs/rollouts"),
     (r"train --config preferences ", ROWS),
