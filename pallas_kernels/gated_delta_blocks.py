@@ -15,7 +15,7 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels import dispatch, triton
 
-COLUMNS = 64  # of values that a program has the state of; half of them if that makes fewer programs than FEW
+COLUMNS = 64  # columns of the values in one program; half of these if there would be fewer programs than FEW
 FEW = 128
 ROOMY = ((8, 0), (9, 0), (10, 0), (10, 3))  # GPUs with shared memory for the loads of two chunks, 132 KB; others: 99
 

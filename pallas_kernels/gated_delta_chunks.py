@@ -1,6 +1,6 @@
 """The gated delta rule in chunks, with the state on chip (Yang et al. 2024, arXiv:2412.06464), forward and backward.
 
-A head has a state h [k, v]. A token decays it, and writes what it does not yet say of its key:
+A head has a state h [k, v]. A token decays it, and writes the part of its value that the state lacks under its key:
 
     h <- e^g h;   h <- h + beta k (v - k^T h)^T;   o = q^T h
 
@@ -11,7 +11,7 @@ A chunk of C tokens, whose state before it is h, with D the gradient of the stat
     backward   dV' = leave K D + P^T dO;  dY = A^T dV';  D <- through D + (enter Q)^T dO - (beta enter K)^T dY
 
 `pair` is the decay from token j to i, `enter` that from the chunk's start to i, `leave` that from j to the chunk's end,
-`through` that of the whole chunk. A border between documents makes these four 0, and nothing else knows of it.
+`through` that of the whole chunk. A border between documents makes these four 0; nothing else depends on it.
 
     matrices     A and P of all chunks at once
     forward      O, chunk after chunk: a program has some columns of the values of one head, and their state
@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 
 f32 = jnp.float32
 CHUNK = 64  # tokens: A and P take 2 C numbers of each, the states 2 k v / C
-CHANNELS = (16, 32, 64, 128)  # of heads; Triton's tiles have powers of two
+CHANNELS = (16, 32, 64, 128)  # channels of a head that the kernels take: Triton's tiles have powers of two
 HALF = (jnp.bfloat16, jnp.float16)
 
 

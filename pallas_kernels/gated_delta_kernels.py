@@ -14,8 +14,8 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels.gated_delta_blocks import COLUMNS, DeltaCall, Tokens
 
-EPS = 1e-6  # of the norm of queries and keys
-FLOOR = -30.0  # of g: e^-30 is nothing, but sums of lower numbers lose the digits of the weak decays after them
+EPS = 1e-6  # added to the squared lengths of queries and keys
+FLOOR = -30.0  # least g: e^-30 is nothing, and sums of lower numbers would lose the digits of weak decays after them
 
 
 # --- vectors ----------------------------------------------------------------------------------------------------------

@@ -60,7 +60,7 @@ HEAD_DIM = ("attention.key_length", "attention.value_length", ROTATED)  # all ar
 SCALING_TYPE = "rope.scaling.type"
 # Keys of the stretched positions, and theirs in rope_scaling.
 SCALING = {"rope.scaling.factor": "factor", "rope.scaling.original_context_length": "original_max_position_embeddings"}
-WINDOWED = "attention.sliding_window_pattern"  # of each layer whether it has the window, or that each n-th has none
+WINDOWED = "attention.sliding_window_pattern"  # a list of the layers that have the window, or n: each n-th has none
 FURTHER = "nextn_predict_layers"  # layers for further tokens, which block_count includes
 OFF = {"expert_count": 0}  # keys whose value must be this in families that have none of it
 OTHERS = frozenset(

@@ -172,9 +172,8 @@ class Gguf(NamedTuple):
     implied: keys of config.json that no file says, with the value that llama.cpp takes for them; implied_rope: likewise
     of rope_scaling. present: keys of config.json that are true if files have this tensor (our name) of the first layer.
     partial_rotary: the number of channels that rotate says partial_rotary_factor. without_heads: the type in
-    `layer_types` of layers for which files say 0 key/value heads; "": all layers have as many. window_period: files say
-    of each layer whether it has the window, or that each n-th has none, this one if they say nothing; 0: they do not.
-    defaults: values of keys
+    `layer_types` of layers for which files say 0 key/value heads; "": all layers have as many. window_period: n if
+    each n-th layer has no window in files without a key for it; 0: the format has no such key. defaults: values of keys
     that files may leave out. further_layers: files may count layers that predict further tokens in block_count, and
     have them; they are left aside. unread: keys that say nothing else, with the values that are written. transforms:
     by our name of a parameter. before_writing, after_reading: config.json -> the same with, or without, keys that only

@@ -19,13 +19,13 @@ from surojax.families.family import (
 )
 
 OPTIONS: dict[str, Any] = {"input_norms": False, "sandwich_norms": True, "qk_norm_whole": True}
-INPUT_NORMS = ("attention_norm", "mlp_norm")  # which these models do not have
+INPUT_NORMS = ("attention_norm", "mlp_norm")  # norms that these models lack
 TENSORS = {ours: theirs for ours, theirs in TENSOR_NAMES.items() if ours not in INPUT_NORMS} | {
     "attention_out_norm": LAYER + "post_attention_layernorm.weight",
     "mlp_out_norm": LAYER + "post_feedforward_layernorm.weight",
 }
 LOCAL_BASE = "rope_local_base_freq"
-THETA = 500000.0  # of layers with a window, unless config.json says it of them
+THETA = 500000.0  # base of layers with a window, unless config.json has one for them
 PERIOD = 4  # one layer of so many has no window, unless config.json says which
 WINDOW = 4096
 DEFAULTS = LLAMA_DEFAULTS | {"vocab_size": 50304, "rms_norm_eps": 1e-5}
@@ -97,7 +97,7 @@ OLMO3 = ModelFamily(
     write=_write_olmo3,
     both_ropes=lambda config: rope_keys.both_by_layer_type(config, THETA),
     tensors=TENSORS,
-    gguf=Gguf(  # of OLMo 2 as well, whose layers have no window
+    gguf=Gguf(  # for OLMo 2 too, whose layers have no window
         architecture="olmo2",
         names={ours: theirs for ours, theirs in GGUF_NAMES.items() if ours not in INPUT_NORMS}
         | {

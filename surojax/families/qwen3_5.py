@@ -107,7 +107,11 @@ DEFAULTS_OF_EXPERTS: dict[str, Any] = {
 REQUIRED: dict[str, tuple] = {
     "attn_output_gate": (True,),
     "mamba_ssm_dtype": ("float32",),
-    "output_gate_type": ("swish", "silu", None),  # of delta nets, in Qwen3.8; transformers computes nothing else
+    "output_gate_type": (
+        "swish",
+        "silu",
+        None,
+    ),  # the gate of delta nets in Qwen3.8; transformers computes nothing else
     "sliding_window": (None,),
 }
 OPTIONS: dict[str, Any] = {"qk_norm": True, "norm_plus_one": True, "attn_output_gate": True}

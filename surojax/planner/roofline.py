@@ -104,7 +104,7 @@ class StepWork:
 
     @property
     def has_stages(self) -> bool:
-        """Whether layers are divided into stages of `pp`, which take turns at microbatches."""
+        """True if layers are divided into stages of `pp`, which take turns at microbatches."""
         return self.rounds > self.microbatches
 
     @property

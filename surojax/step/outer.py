@@ -85,7 +85,7 @@ class OuterLayers:
         return grads | {"embed": add_rows(table, rows.reshape(-1), dx_BSD.reshape(-1, dx_BSD.shape[-1]))}
 
     def _into_table(self, tokens_BS: jax.Array, dx_BSD: jax.Array) -> jax.Array:
-        """Gradient of the tokens' rows of the table from that of `embed`."""
+        """Returns the gradient of the tokens' rows of the table, from that of `embed`'s result."""
         if self.model.embedding_norm_eps is None:
             return scaled(self.model, dx_BSD)
         x_BSD = table_rows(self.weights["embed"], tokens_BS, self.axes)
