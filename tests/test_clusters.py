@@ -20,7 +20,7 @@ from surojax.cluster.hosts import Hosts, detect
 from surojax.command_line import split_flags
 from surojax.config.fields import FIELDS
 from surojax.errors import EXIT_CODES, REFUSED, exit_codes
-from surojax.planner.footprint import POOL
+from surojax.planner.gpus import POOL
 
 DOCS = Path(__file__).parents[1] / "docs"
 FILES = DOCS / "clusters"

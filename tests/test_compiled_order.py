@@ -249,7 +249,7 @@ def options_of_plan(monkeypatch, c, gpu) -> dict:
 
 def options_of_train(monkeypatch, c, gpu) -> dict:
     """The options that `train` hands to XLA for a step on a GPU."""
-    monkeypatch.setattr(run_programs, "memory_limit", lambda device: gpu.memory_bytes)
+    monkeypatch.setattr(run_programs, "memory_limit", lambda device: gpu.pool_bytes)
     monkeypatch.setattr(run_programs, "own_device", lambda devices: devices[0])
     return run_programs.step_options(c, footprint.assembly(c), [SimpleNamespace(platform="gpu")])
 
@@ -276,7 +276,7 @@ def test_plan_and_train_compile_the_same_program(monkeypatch, tmp_path, changes,
     assert planned.items() >= trained.items()
     assert planned.keys() - trained.keys() <= FASTER_TO_COMPILE
     described = re.search(r"device_memory_size: (\d+)", aot.target_config(gpu))
-    assert described and int(0.8 * int(described[1])) == pytest.approx(gpu.memory_bytes, abs=1)
+    assert described and int(0.8 * int(described[1])) == pytest.approx(gpu.pool_bytes, abs=1)
 
 
 @pytest.mark.parametrize("xla_options", ["overlap", "exact", "default"])

@@ -775,11 +775,11 @@ def test_thirty_billion_parameters_train_on_one_card():
     estimate = candidate.estimated(c, GPUS["rtx4090"])
     assert estimate.seconds == pytest.approx(found.predicted_step_s, rel=0.05)
     assert estimate.need[0] == pytest.approx(found.device_bytes, rel=0.05)
-    # The kernel has the rows of all experts in memory at once, and copies no matrix.
-    c.kernels = "mosaic"
+    # The kernel has the rows of all experts in memory at once, and copies no matrix. From 7 sequences on XLA is at its
+    # limit of memory and recomputes, 6 % of a step, which no estimate knows.
+    c.update({"kernels": "mosaic", "per_device_batch_size": 6})
     by_kernel = plan_in_subprocess(c, "rtx4090")
-    assert by_kernel.fits and found.device_bytes < by_kernel.device_bytes
-    assert by_kernel.predicted_step_s < 0.7 * found.predicted_step_s
+    assert by_kernel.fits and by_kernel.tokens_per_s_per_gpu > found.tokens_per_s_per_gpu / 0.7
     estimate = candidate.estimated(c, GPUS["rtx4090"])
     assert estimate.seconds == pytest.approx(by_kernel.predicted_step_s, rel=0.05)
     assert estimate.need[0] == pytest.approx(by_kernel.device_bytes, rel=0.05)

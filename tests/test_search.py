@@ -40,7 +40,7 @@ from surojax.planner.amounts import GiB, Memory, gib
 from surojax.planner.changes import changed, differing, flags as flags_of
 from surojax.planner.costs import product_time
 from surojax.planner.disks import Disks
-from surojax.planner.gpus import GPUS
+from surojax.planner.gpus import GPUS, POOL
 from surojax.planner.products import Seconds
 from surojax.planner.roofline import StorageTiers
 from surojax.planner.run_plan import checked, plan, programs
@@ -660,7 +660,7 @@ def test_the_fastest_of_all_is_among_the_compiled(monkeypatch):
     c = config(**SMALL, gpus=1, recompute_block=True)
     keep = [name for name in flat(c) if name not in ("offload_master", "offload_optimizer", "nvme_path")]
     whole = candidate.estimated(checked(c, GPU), GPUS[GPU]).need.device
-    card = dataclasses.replace(GPUS[GPU], memory_bytes=int((0.8 * whole + candidate.RESERVE) / footprint.POOL))
+    card = dataclasses.replace(GPUS[GPU], memory_bytes=int((0.8 * whole + candidate.RESERVE) / POOL))
     monkeypatch.setitem(GPUS, GPU, card)
     compiled = {}
 
@@ -801,7 +801,7 @@ def test_it_says_which_resource_is_too_small(monkeypatch):
 
     def tried(of_device: float, of_host: float, nvme: float | None, c=c, keep=()) -> fastest.FitResult:
         """On a card and in host memory with these parts of what the settings as given need on the card."""
-        memory = int((of_device * whole + candidate.RESERVE) / footprint.POOL)
+        memory = int((of_device * whole + candidate.RESERVE) / POOL)
         monkeypatch.setitem(GPUS, GPU, dataclasses.replace(GPUS[GPU], memory_bytes=memory))
         return fastest.fastest(c, GPU, host_memory=of_host * whole / GiB, nvme=nvme, keep=(*SLICES_TOO, "gpus", *keep))
 
@@ -886,7 +886,7 @@ def test_what_does_not_fit_as_compiled_is_tried_with_fewer_resident_layers(monke
     keep = (*SLICES_TOO, "optimizer", "overlap_update", *choices.OFFLOADS.values())
     c.update(dict.fromkeys(choices.OFFLOADS.values(), True))
     half = candidate.estimated(checked(changed(c, {"resident_layers": 16}), GPU), GPUS[GPU]).need.device
-    card = dataclasses.replace(GPUS[GPU], memory_bytes=int((half + candidate.RESERVE) / footprint.POOL) + 1)
+    card = dataclasses.replace(GPUS[GPU], memory_bytes=int((half + candidate.RESERVE) / POOL) + 1)
     monkeypatch.setitem(GPUS, GPU, card)
 
     def compiled(config, gpu, *, gpus_per_node, host_bandwidth, disk, advise):
@@ -914,7 +914,7 @@ def test_host_memory_has_a_reserve_and_the_least_is_asked_for(monkeypatch):
     monkeypatch.setattr(aot, "available", lambda: False)
     c = config(**SMALL, gpus=1)
     whole = candidate.estimated(checked(c, GPU), GPUS[GPU]).need.device
-    card = dataclasses.replace(GPUS[GPU], memory_bytes=int((0.5 * whole + candidate.RESERVE) / footprint.POOL))
+    card = dataclasses.replace(GPUS[GPU], memory_bytes=int((0.5 * whole + candidate.RESERVE) / POOL))
     monkeypatch.setitem(GPUS, GPU, card)
     keep = ("lmhead_chunks", "overlap_update")
     found = search.search(

@@ -82,9 +82,9 @@ GATHERS: dict[str, str | bool | int] = {
 # correction and none with it (jax 0.12). Arguments in host memory are not counted, whatever their size, unless one loop
 # writes to many of them: with overlap_update the state there is added too (7B with five offloads on one RTX 4090: 112
 # operations without that, none with it).
-# The percentage applies to the memory that XLA plans with, minus the arguments; in `plan` that is the card's as well
-# (fact 7 of planner/aot.py). With 80 % of the card, Llama-7B at ZeRO-3 on 4 RTX 4090 had 2.7 GiB instead of 6.4, so
-# that XLA recomputed 2,499 operations and overlapped no all-gather of weights.
+# The percentage applies to the memory that XLA plans with, minus the arguments; in `plan` too that is what JAX can use
+# of the card (fact 7 of planner/aot.py). With 80 % of the card, Llama-7B at ZeRO-3 on 4 RTX 4090 had 2.7 GiB instead
+# of 6.4, so that XLA recomputed 2,499 operations and overlapped no all-gather of weights.
 MEMORY_LIMIT = "xla_gpu_memory_limit_slop_factor"
 
 

@@ -20,9 +20,10 @@ depends on these facts, each found by experiment:
    of its libraries is set before the first use of JAX. `usable` tests that, and if not `plan` starts another process.
 
 7. Without a GPU, XLA schedules for 80 % of `device_memory_size` (GetSchedulerMemoryLimit in XLA's gpu_hlo_schedule.cc),
-   on a GPU for all that JAX may use. So a GPU is described with a quarter more memory than it has. Else a state of more
-   than 80 % leaves nothing to schedule with: 7B on one RTX 4090 with 19 of 24 GiB of state took 7.2 s in a plan, of
-   which half were copies that nothing overlapped.
+   on a GPU for all that JAX may use. So a GPU is described with a quarter more memory than JAX can use of it. Else a
+   state of more than 80 % leaves nothing to schedule with: 7B on one RTX 4090 with 19 of 24 GiB of state took 7.2 s in
+   a plan, of which half were copies that nothing overlapped. Described with all of the card, 30B with experts was
+   scheduled into 22.3 of 22.0 GiB that there are.
 
 It cannot show workspaces that cuDNN allocates at run time (some hundred MiB), fragmentation, and the CUDA context.
 XLA's scheduler uses free memory for overlap: the same program needs less memory if `device_memory_size` is smaller.
@@ -137,7 +138,7 @@ gpu_device_info {{
   device_vendor: "NVIDIA Corporation"
   platform_version: "Compute Capability {gpu.compute_capability}"
   cuda_compute_capability {{ major: {major} minor: {minor} feature_extension: {features} }}
-  device_memory_size: {math.ceil(gpu.memory_bytes / SCHEDULED)}
+  device_memory_size: {math.ceil(gpu.pool_bytes / SCHEDULED)}
   memory_bandwidth: {int(gpu.memory_bandwidth)}
   pcie_bandwidth: {int(gpu.pcie_bandwidth)}
   l2_cache_size: {gpu.l2_bytes}

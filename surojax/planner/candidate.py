@@ -10,7 +10,7 @@ from surojax.planner import choices, roofline
 from surojax.planner.amounts import GiB, Memory
 from surojax.planner.changes import Change
 from surojax.planner.disks import ASSUMED_DISKS, Disks
-from surojax.planner.footprint import HOST_POOL, POOL, Rows, assembly, by_class, memory
+from surojax.planner.footprint import HOST_POOL, Rows, assembly, by_class, memory
 from surojax.planner.gpus import Gpu
 from surojax.planner.layer_sizes import accumulators
 from surojax.planner.roofline import StorageTiers
@@ -40,7 +40,7 @@ class Candidate:
 
 def device_limit(gpu: Gpu) -> int:
     """Bytes of a GPU that a candidate may need."""
-    return int(POOL * gpu.memory_bytes) - RESERVE
+    return gpu.pool_bytes - RESERVE
 
 
 def host_limit(size: float) -> float:

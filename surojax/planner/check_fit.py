@@ -21,8 +21,8 @@ from surojax.placement.mesh import data_parallel, own_device
 from surojax.planner import choices, remedies
 from surojax.planner.amounts import Memory, gib, summed
 from surojax.planner.changes import changed, differing, flags
-from surojax.planner.footprint import DEFAULT_POOL, POOL, POOL_SETTING, estimate, estimate_host, needs
-from surojax.planner.gpus import GPUS, find_gpu
+from surojax.planner.footprint import DEFAULT_POOL, POOL_SETTING, estimate, estimate_host, needs
+from surojax.planner.gpus import GPUS, POOL, find_gpu
 from surojax.planner.search import Space
 from surojax.planner.traffic import batch_of
 from surojax.resources import FreeMemory, free_memory

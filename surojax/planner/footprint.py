@@ -38,6 +38,7 @@ from surojax.placement.param import OUTER
 from surojax.placement.table import kept_in_memory
 from surojax.planner import layer_sizes
 from surojax.planner.amounts import Memory
+from surojax.planner.gpus import POOL
 from surojax.planner.layer_sizes import SegmentBytes, itemsize, segment_bytes, shard_sizes, size
 from surojax.planner.traffic import BatchShape, batch_of
 from surojax.step import passes
@@ -46,7 +47,6 @@ from surojax.step.stage_layers import in_lockstep
 from surojax.step.state_plan import bytes_per_device
 from surojax.step.stream import comes_in_pairs
 
-POOL = 0.95  # largest fraction of a GPU's memory that JAX can use: the driver needs the remainder
 DEFAULT_POOL = 0.75  # fraction that JAX uses by default
 POOL_SETTING = f"XLA_PYTHON_CLIENT_MEM_FRACTION={POOL}"  # environment variable that sets the fraction
 HOST_POOL = 0.9  # largest part of a machine's host memory to pin: the rest is for the system, data, and checkpoints

@@ -56,6 +56,7 @@ from surojax.planner.rates import (
 )
 from surojax.sizes import MOST_GPUS
 
+POOL = 0.95  # largest fraction of a GPU's memory that JAX can use: the driver needs the remainder
 GB, TB, TFLOPS = 1e9, 1e12, 1e12
 MIB = 2**20
 # PCI Express base specification: transfers/s x lanes x 128b/130b coding / 8 bits, B/s per direction.
@@ -134,6 +135,11 @@ class Gpu:
         eight = self.fp8_flops if dtype.startswith(("float8", "f8")) else None
         four = self.fp4_flops if dtype.startswith(("float4", "f4")) else None
         return eight or four or self.bf16_flops
+
+    @property
+    def pool_bytes(self) -> int:
+        """Bytes of its memory that JAX can use at most."""
+        return int(POOL * self.memory_bytes)
 
     @property
     def shares_pcie(self) -> bool:

@@ -83,7 +83,7 @@ def plan_labelling(config: Config, objective: Labelling, gpu: str, disk: str | N
     step = make_eval_step(engine, run.plan, mesh)
     in_files = isinstance(step, SeveralPrograms)
     programs = step.programs(*arrays) if in_files else [Program(step, (run.plan.weights, *arrays), 1)]
-    options = compiler_options(run, "gpu", memory_bytes=facts.memory_bytes)
+    options = compiler_options(run, "gpu", memory_bytes=facts.pool_bytes)
     compiled = [aot.compile_for(part.function, part.arguments, mesh, options) for part in programs]
     shape = BatchShape(c.per_device_batch_size, c.sequence_len, 1)
     modules = [stages.with_rounds(hlo.parse_module(x.text), run, shape) for x in compiled]

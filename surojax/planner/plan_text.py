@@ -9,8 +9,8 @@ from surojax.planner import aot
 from surojax.planner.amounts import gib, memory_unit
 from surojax.planner.candidate import RESERVE
 from surojax.planner.disks import wear
-from surojax.planner.footprint import DEFAULT_POOL, HOST_POOL, POOL, POOL_SETTING
-from surojax.planner.gpus import GPUS
+from surojax.planner.footprint import DEFAULT_POOL, HOST_POOL, POOL_SETTING
+from surojax.planner.gpus import GPUS, POOL
 from surojax.planner.prediction import Prediction, milliseconds
 from surojax.planner.run_plan import Plan
 

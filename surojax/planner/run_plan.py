@@ -247,7 +247,7 @@ def _compiled(
     options = compiler_options(
         run,
         "gpu",
-        memory_bytes=gpu.memory_bytes,
+        memory_bytes=gpu.pool_bytes,
         host_temporaries=footprint.host_temporaries(run, batch),
     )
     parts = programs(run, mesh, batch)
