@@ -61,18 +61,18 @@ def cases() -> tuple[Tokens, np.ndarray, jax.Array]:
     return jax.tree.map(jnp.asarray, Tokens(q, k, v, g, beta)), starts, state
 
 
-def recurrence(tokens: Tokens, starts, state):
-    """The rule as it is written, a token at a time."""
+def recurrence(tokens: Tokens, starts, state, corrects: bool = True):
+    """The rule as it is written, a token at a time; or without its correction, with keys of any length."""
 
     def unit(x):
         return x / jnp.sqrt(jnp.sum(x * x, axis=-1, keepdims=True) + 1e-6)
 
-    q, k = unit(tokens.q) / np.sqrt(KEY), unit(tokens.k)
+    q, k = (unit(tokens.q) / np.sqrt(KEY), unit(tokens.k)) if corrects else (tokens.q, tokens.k)
 
     def token(h, x):
         q, k, v, g, beta, is_first = x
         h = jnp.where(is_first[:, None, None, None, None], 0, h) * jnp.exp(g)[..., None, None]
-        new = beta[..., None] * (v - jnp.einsum("bKk,bKrkv->bKrv", k, h))
+        new = beta[..., None] * (v - corrects * jnp.einsum("bKk,bKrkv->bKrv", k, h))
         h = h + jnp.einsum("bKk,bKrv->bKrkv", k, new)
         return h, jnp.einsum("bKk,bKrkv->bKrv", q, h)
 
@@ -96,8 +96,8 @@ def with_gradients(rule):
 
 
 @functools.cache
-def expected() -> Any:
-    return jax.tree.map(np.asarray, with_gradients(recurrence)(*cases()))
+def expected(corrects: bool = True) -> Any:
+    return jax.tree.map(np.asarray, with_gradients(functools.partial(recurrence, corrects=corrects))(*cases()))
 
 
 def assert_close(found, expected, exact: float = EXACT) -> None:
@@ -115,6 +115,13 @@ def check_cases(rule=gated_delta_rule) -> None:
 def test_equals_the_recurrence():
     """Outputs, state and all gradients."""
     check_cases()
+
+
+@pytest.mark.full
+def test_equals_the_recurrence_without_the_correction():
+    """That of Mamba2, at every border too."""
+    rule = functools.partial(gated_delta_rule, sizes=SMALL._replace(corrects=False))
+    assert_close(with_gradients(rule)(*cases()), expected(corrects=False), 1e-12)
 
 
 def check_one_key(rule=gated_delta_rule) -> None:
@@ -201,7 +208,8 @@ def test_gradients_are_slopes():
 
 
 @pytest.mark.full
-def test_pieces_hand_on_the_state():
+@pytest.mark.parametrize("corrects", [True, False])
+def test_pieces_hand_on_the_state(corrects):
     """As sampling does, and with gradients back through the states."""
     tokens, state = drawn(1)
     starts = starts_of([0, 9, 16])[None]
@@ -210,11 +218,13 @@ def test_pieces_hand_on_the_state():
         outs = []
         for start, stop in ((0, 5), (5, 6), (6, 16), (16, T)):
             own = jax.tree.map(lambda x, start=start, stop=stop: x[:, start:stop], tokens)
-            out, state = gated_delta_rule(own, starts[:, start:stop] - start, state)
+            sizes = delta_rule.chosen_sizes(own, None, corrects=corrects)
+            out, state = gated_delta_rule(own, starts[:, start:stop] - start, state, sizes)
             outs.append(out)
         return jnp.concatenate(outs, axis=1), state
 
-    assert_close(with_gradients(pieces)(tokens, starts, state), with_gradients(recurrence)(tokens, starts, state))
+    by_token = functools.partial(recurrence, corrects=corrects)
+    assert_close(with_gradients(pieces)(tokens, starts, state), with_gradients(by_token)(tokens, starts, state))
 
 
 MISTAKES = {

@@ -17,6 +17,7 @@ from surojax.models.kinds.experts import Experts
 from surojax.models.kinds.gated_delta import GatedDelta
 from surojax.models.kinds.gated_mlp import SwiGLU
 from surojax.models.kinds.latent_attention import LatentAttention
+from surojax.models.kinds.mamba2 import Mamba2
 from surojax.models.kinds.self_attention import Attention
 from surojax.models.kinds.short_conv import ShortConv
 from surojax.models.kinds.sublayer import ContextNumbers, OnGpu, Width
@@ -31,6 +32,9 @@ DELTA = dataclasses.replace(
     linear_num_value_heads=6,
     linear_key_head_dim=4,
     linear_value_head_dim=3,
+)
+MAMBA = dataclasses.replace(
+    CONFIG, mamba_n_heads=6, mamba_d_head=3, mamba_d_state=4, mamba_n_groups=2, mamba_d_conv=3, mamba_dt_min=0.01
 )
 LATENT = dataclasses.replace(
     CONFIG,
@@ -98,6 +102,7 @@ def products_of(kind, config) -> list[Product]:
         (SwiGLU, [CONFIG]),
         (Experts, [EXPERTS, GATED]),
         (GatedDelta, [DELTA, FUSED]),
+        (Mamba2, [MAMBA]),
     ],
     ids=lambda x: getattr(x, "name", ""),
 )
@@ -113,7 +118,7 @@ def test_every_parameter_has_names_in_files(kind, configs):
             (LatentAttention, LATENT),
             (LatentAttention, dataclasses.replace(LATENT, q_lora_rank=0)),
         ),
-        *((GatedDelta, DELTA), (GatedDelta, FUSED), (ShortConv, CONFIG)),
+        *((GatedDelta, DELTA), (GatedDelta, FUSED), (ShortConv, CONFIG), (Mamba2, MAMBA)),
     ],
 )
 def test_no_two_products_of_a_block_share_random_numbers_or_a_site(kind, config):
@@ -133,6 +138,7 @@ def test_no_two_products_of_a_block_share_random_numbers_or_a_site(kind, config)
         (Experts, GATED),
         (GatedDelta, DELTA),
         (GatedDelta, FUSED),
+        (Mamba2, MAMBA),
     ],
     ids=lambda x: getattr(x, "name", ""),
 )
@@ -153,11 +159,12 @@ def test_every_matrix_may_have_an_adapter(kind, config):
         OPTIONS,
         dataclasses.replace(LATENT, layer_types="latent_attention"),
         dataclasses.replace(DELTA, layer_types="linear_attention"),
+        dataclasses.replace(MAMBA, layer_types="mamba2"),
         dataclasses.replace(CONFIG, layer_types="conv"),
         EXPERTS,
         GATED,
     ],
-    ids=["attention", "latent", "delta", "conv", "experts", "gated"],
+    ids=["attention", "latent", "delta", "mamba", "conv", "experts", "gated"],
 )
 def test_products_in_16_bits_have_operands_of_one_type(config):
     """Forward and backward; JAX multiplies in float32 if one operand is, in silence and at half the speed.
@@ -217,6 +224,8 @@ def test_a_state_that_does_not_grow_is_declared_so():
     assert (state.shape, state.dtype) == ((2, 2, 3, 4, 3), "float32")
     assert (inputs.shape, inputs.dtype) == ((2, 3, 2 * 8 + 18), "bfloat16")
     assert delta.decode_state(2, 10_000, "bfloat16") == (state, inputs)
+    state, inputs = Mamba2(MAMBA).decode_state(2, 10_000, "bfloat16")
+    assert (state.shape, state.dtype, inputs.shape) == ((2, 2, 3, 4, 3), "float32", (2, 2, 18 + 2 * 8))
 
 
 def test_chunks_and_devices_hand_on_what_a_kind_declares():
@@ -230,4 +239,6 @@ def test_chunks_and_devices_hand_on_what_a_kind_declares():
     assert delta.bytes_between_chunks(x._replace(tensor=2)) == 3 * 3 * (state + inputs) // 2
     assert conv.context_numbers(2, 4) == ContextNumbers(halo=2 * 16)
     assert delta.context_numbers(2, 4) == ContextNumbers(halo=3 * 17, maps=3 * 4 * (4 + 3))
-    assert [kind.appends for kind in (attention, conv, delta)] == [True, False, False]
+    mamba = Mamba2(MAMBA)
+    assert mamba.context_numbers(2, 4) == ContextNumbers(halo=2 * 17, maps=3 * 4 * (1 + 3))
+    assert [kind.appends for kind in (attention, conv, delta, mamba)] == [True, False, False, False]

@@ -13,11 +13,12 @@ import pytest
 from flax import nnx
 from small import CONFIG, needs, quick_at
 from test_delta_rule import drawn as drawn_rule, recurrence, starts_of
-from test_kinds import DELTA
+from test_kinds import DELTA, MAMBA
 
 from surojax.models import chunked, decoder_model, delta_pieces
 from surojax.models.delta_rule import ChunkSizes
 from surojax.models.kinds.gated_delta import GatedDelta
+from surojax.models.kinds.mamba2 import Mamba2
 from surojax.models.kinds.short_conv import ShortConv
 from surojax.models.model import Cache, Compute
 from surojax.models.operations import Operations
@@ -28,7 +29,7 @@ from surojax.placement.mesh import CONTEXT, make_mesh
 S = 16  # tokens: of four devices in zig-zag order pieces of two, shorter than what both convolutions read before them
 STARTS = np.stack([np.where(np.arange(S) < b, 0, b) for b in range(S)]).astype(np.int32)
 EXACT = 1e-11  # relative to the largest number; float64 has 1e-16
-KINDS = {"conv": (ShortConv, CONFIG), "delta": (GatedDelta, DELTA)}
+KINDS = {"conv": (ShortConv, CONFIG), "delta": (GatedDelta, DELTA), "mamba": (Mamba2, MAMBA)}
 CONTEXTS = [(kind, *over) for kind in KINDS for over in ((4, "ring"), (2, "ulysses"), (2, "ring"), (4, "ulysses"))]
 
 
@@ -152,18 +153,20 @@ def test_a_mistake_is_noticed(monkeypatch, mistake):
 
 @needs(4)
 @pytest.mark.full
-@pytest.mark.parametrize("kernel", [False, True])
+@pytest.mark.parametrize("kernel, corrects", [(False, True), (True, True), (False, False)])
 @pytest.mark.parametrize("devices, method", [over[1:] for over in CONTEXTS if over[0] == "delta"])
-def test_a_state_before_all_pieces_and_after_them(devices, method, kernel):
+def test_a_state_before_all_pieces_and_after_them(devices, method, kernel, corrects):
     """As chunks hand it on: every device has it and the whole of its gradient. With strong decays and odd chunks."""
-    length, rule_sizes = 24, ChunkSizes(chunk=4, chunks=2, kernel=kernel, interpret=kernel)
+    length, rule_sizes = 24, ChunkSizes(chunk=4, chunks=2, kernel=kernel, interpret=kernel, corrects=corrects)
     tokens, state = drawn_rule(3, length=length)
     g = np.array(tokens.g)
     g[1] *= 100.0
     g[2, 7] = -25.0
     tokens = tokens._replace(g=jnp.asarray(g))
     starts = np.stack([starts_of(borders, length) for borders in ([], [6, 7], [0, 11, 12, 13])])
-    results, pullback = jax.vjp(lambda *arguments: recurrence(arguments[0], starts, arguments[1]), tokens, state)
+    results, pullback = jax.vjp(
+        lambda *arguments: recurrence(arguments[0], starts, arguments[1], corrects), tokens, state
+    )
     normal = np.random.default_rng(9).standard_normal
     d_results = jax.tree.map(lambda x: normal(x.shape), results)
 
@@ -242,12 +245,13 @@ def test_chunks_hand_on_a_state_and_get_its_gradient():
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("kind", ["conv", "linear_attention"])
+@pytest.mark.parametrize("kind", ["conv", "linear_attention", "mamba2"])
 @pytest.mark.parametrize("number", [2, 8])
 def test_a_block_in_chunks_is_that_in_one_piece(monkeypatch, kind, number):
     """Outputs and all gradients."""
     monkeypatch.setattr(jnp, "float32", jnp.float64)  # in which sums over chunks are
-    config = dataclasses.replace(DELTA, num_hidden_layers=1, layer_types=kind)
+    of_kind = MAMBA if kind == "mamba2" else DELTA
+    config = dataclasses.replace(of_kind, num_hidden_layers=1, layer_types=kind)
     normal = np.random.default_rng(0).standard_normal
 
     def both(chunks: int, weights=None):

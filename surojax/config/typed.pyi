@@ -66,6 +66,23 @@ class ModelFields(Section):
     r"""latest tokens that their convolutions see."""
     linear_fused_projections: bool
     r"""their projections are two matrices with the rows of one key head after those of another (Qwen3-Next)."""
+    mamba_n_heads: int
+    r"""heads of mixers "mamba2", a multiple of the groups; each has a state."""
+    mamba_d_head: int
+    r"""channels of such a head."""
+    mamba_d_state: int
+    r"""channels of their states."""
+    mamba_n_groups: int
+    r"""groups of their heads, which share the inputs and outputs of states, and whose channels are normed
+    together."""
+    mamba_d_conv: int
+    r"""latest tokens that their convolutions see."""
+    mamba_conv_bias: bool
+    r"""bias of their convolutions."""
+    mamba_dt_min: float
+    r"""their time steps are at least this."""
+    mamba_dt_max: float
+    r"""and at most this; 0 = without a limit."""
     num_attention_heads: int
     r"""query heads."""
     num_key_value_heads: int
@@ -530,6 +547,14 @@ class Sizes(TypedDict, total=False):
     linear_value_head_dim: int
     linear_conv_kernel_dim: int
     linear_fused_projections: bool
+    mamba_n_heads: int
+    mamba_d_head: int
+    mamba_d_state: int
+    mamba_n_groups: int
+    mamba_d_conv: int
+    mamba_conv_bias: bool
+    mamba_dt_min: float
+    mamba_dt_max: float
     num_attention_heads: int
     num_key_value_heads: int
     head_dim: int

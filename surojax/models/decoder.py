@@ -13,11 +13,12 @@ from typing import Any
 import jax
 from flax import nnx
 
-from surojax.models.decoder_config import ATTENTION, DELTA, LATENT, SCORE, DecoderConfig
+from surojax.models.decoder_config import ATTENTION, DELTA, LATENT, MAMBA, SCORE, DecoderConfig
 from surojax.models.kinds.experts import Experts
 from surojax.models.kinds.gated_delta import GatedDelta
 from surojax.models.kinds.gated_mlp import SwiGLU
 from surojax.models.kinds.latent_attention import LatentAttention
+from surojax.models.kinds.mamba2 import Mamba2
 from surojax.models.kinds.self_attention import Attention
 from surojax.models.kinds.short_conv import ShortConv
 from surojax.models.kinds.sublayer import LayerKinds, Mixer, Mlp
@@ -36,7 +37,13 @@ def times(factor: float, x: jax.Array) -> jax.Array:
 
 
 # By their names in layer_types.
-MIXERS: dict[str, type[Mixer]] = {ATTENTION: Attention, "conv": ShortConv, DELTA: GatedDelta, LATENT: LatentAttention}
+MIXERS: dict[str, type[Mixer]] = {
+    ATTENTION: Attention,
+    "conv": ShortConv,
+    DELTA: GatedDelta,
+    LATENT: LatentAttention,
+    MAMBA: Mamba2,
+}
 
 
 def sublayer_types(config: DecoderConfig) -> tuple[type[Mixer], type[Mlp]]:

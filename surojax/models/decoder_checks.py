@@ -9,7 +9,7 @@ from pallas_kernels.flash_attention import HEADS
 from surojax.errors import need
 from surojax.models.attention import fits_cudnn, fits_mosaic
 from surojax.models.decoder import MIXERS
-from surojax.models.decoder_config import ATTENTION, DELTA, LATENT, channels
+from surojax.models.decoder_config import ATTENTION, DELTA, LATENT, MAMBA, channels
 from surojax.models.kinds.experts import SIGMOID
 from surojax.models.rotary import ROPE_USES
 from surojax.refusals.features import (
@@ -109,6 +109,12 @@ def _check_mixers(c) -> None:
     keys, values = c.model.linear_num_key_heads, c.model.linear_num_value_heads
     expected = f"a multiple of linear_num_key_heads={keys}, each of which several share"
     need(values % keys == 0, "model.linear_num_value_heads", expected, values, f"use {keys * max(values // keys, 1)}")
+    heads, groups = c.model.mamba_n_heads, c.model.mamba_n_groups
+    expected = f"a multiple of mamba_n_groups={groups}, of equal size"
+    need(heads % groups == 0, "model.mamba_n_heads", expected, heads, f"use {groups * max(heads // groups, 1)}")
+    least, most = c.model.mamba_dt_min, c.model.mamba_dt_max
+    expected = f"0, or more than mamba_dt_min={least}"
+    need(most == 0 or most > least, "model.mamba_dt_max", expected, most, "raise it; 0 = without a limit")
 
 
 def _check_layers(c) -> None:
@@ -254,6 +260,26 @@ delta = Feature(
     "''",
     WITH_DELTA,
 )
+WITH_MAMBA: Any = {"model.layer_types": f"{MAMBA},{ATTENTION}", "model.num_hidden_layers": 4}
+OF_MAMBA = (
+    is_set("model.mamba_n_heads", 64, WITH_MAMBA),
+    is_set("model.mamba_d_head", 32, WITH_MAMBA),
+    is_set("model.mamba_d_state", 64, WITH_MAMBA),
+    is_set("model.mamba_n_groups", 8, WITH_MAMBA),
+    is_set("model.mamba_d_conv", 3, WITH_MAMBA),
+    is_off("model.mamba_conv_bias", **WITH_MAMBA),
+    is_set("model.mamba_dt_min", 0.001, WITH_MAMBA),
+    is_set("model.mamba_dt_max", 0.1, WITH_MAMBA),
+)
+no_mamba = dataclasses.replace(
+    no_delta, name=f"model.layer_types without {MAMBA}", holds=lambda s, _: MAMBA not in s["model.layer_types"]
+)
+mamba = dataclasses.replace(
+    delta,
+    name=f"model.layer_types with {MAMBA}",
+    holds=lambda s, _: MAMBA in s["model.layer_types"],
+    example=WITH_MAMBA,
+)
 WITH_LATENT: Any = {"model.layer_types": LATENT}
 latent = Feature(
     f"model.layer_types with {LATENT}",
@@ -367,6 +393,8 @@ REFUSALS = (
     Refusal(is_on("model.expert_bias", **EXPERTS), sigmoid, "with which it is not built", "leave one of them out"),
     *refuse_each(OF_DELTA, no_delta, "which does not use it", f"leave it out, or put {DELTA} into model.layer_types"),
     Refusal(is_set("master_dtype", "bfloat16"), delta, "whose decays are float32", "set it to 'float32'"),
+    *refuse_each(OF_MAMBA, no_mamba, "which does not use it", f"leave it out, or put {MAMBA} into model.layer_types"),
+    Refusal(is_set("master_dtype", "bfloat16"), mamba, "whose decays are float32", "set it to 'float32'"),
     *refuse_each(
         (is_on("offload_weights"), is_on("offload_grads", zero_level=2), is_on("offload_residual")),
         stages_of_several,

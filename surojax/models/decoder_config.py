@@ -18,6 +18,7 @@ SCORE = "score"  # the head of a model that computes numbers instead of logits
 DENSE = "dense"  # likewise, of the first layers without experts, if others have experts
 DELTA = "linear_attention"  # the mixer of gated delta nets, as config.json calls it
 OF_EXPERTS = ("num_experts", "n_shared_experts", "shared_expert_intermediate_size", "first_k_dense_replace")
+MAMBA = "mamba2"  # the mixer of state spaces (Granite-4-H, Nemotron-H)
 LATENT = "latent_attention"  # the mixer of keys and values that are expanded from a latent (DeepSeek)
 ATTENTION = "full_attention"  # the mixer of layers whose segments have no other name
 
@@ -77,6 +78,22 @@ class DecoderConfig:
     linear_conv_kernel_dim: int = declare(4, AT_LEAST_1)
     # their projections are two matrices with the rows of one key head after those of another (Qwen3-Next)
     linear_fused_projections: bool = False
+    # heads of mixers "mamba2", a multiple of the groups; each has a state
+    mamba_n_heads: int = declare(128, AT_LEAST_1)
+    # channels of such a head
+    mamba_d_head: int = declare(64, AT_LEAST_1)
+    # channels of their states
+    mamba_d_state: int = declare(128, AT_LEAST_1)
+    # groups of their heads, which share the inputs and outputs of states, and whose channels are normed together
+    mamba_n_groups: int = declare(1, AT_LEAST_1)
+    # latest tokens that their convolutions see
+    mamba_d_conv: int = declare(4, AT_LEAST_1)
+    # bias of their convolutions
+    mamba_conv_bias: bool = True
+    # their time steps are at least this
+    mamba_dt_min: float = declare(0.0, AT_LEAST_0)
+    # and at most this; 0 = without a limit
+    mamba_dt_max: float = declare(0.0, AT_LEAST_0)
     # query heads
     num_attention_heads: int = declare(12, AT_LEAST_1)
     # key/value heads; fewer than query heads = grouped-query attention

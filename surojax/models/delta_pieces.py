@@ -3,7 +3,8 @@
     forward:   own = map of the tokens of each piece;  before = state before each, from the maps of all;  the rule
     backward:  c = gradient of `before` by the outputs alone;  d_after of each piece, from (M^T, c) of all;  the rule's
 
-A device sends the others one map for each of its pieces, k (k + v) float32 a head, forward and backward. So all devices
+A device sends the others one map for each of its pieces, k (k + v) float32 a head (k (1 + v) without the correction),
+forward and backward. So all devices
 know the states between all pieces, and none waits for another one's tokens.
 
 Shape suffixes: see delta_rule.py.
@@ -26,6 +27,7 @@ from surojax.models.delta_rule import (
     gated_delta_rule,
     gradients_in_groups,
     group_forward,
+    mapped,
     prepared,
     rule_backward,
     rule_forward,
@@ -70,7 +72,7 @@ def _forward(sizes, method, tokens, starts, state):
 def _backward(sizes, method, saved, cotangents):
     saved, M = saved
     d_out, d_state = cotangents
-    own = Affine(M.swapaxes(-1, -2), _gradient_of_state(sizes, saved, d_out))
+    own = Affine(M.swapaxes(-1, -2) if sizes.corrects else M, _gradient_of_state(sizes, saved, d_out))
     d_after, d_state = states_between(sizes, method, own, d_state, reverse=True)
     d_tokens, _, _ = rule_backward(sizes, saved, (d_out, d_after))
     return d_tokens, None, d_state
@@ -83,13 +85,13 @@ def map_of(sizes: ChunkSizes, tokens: Tokens, starts: jax.Array) -> Affine:
     """Returns the map of the state by all tokens of each row."""
     if sizes.kernel:
         return _map_by_kernels(sizes, tokens, starts)
-    times = functools.partial(jnp.einsum, "BKrkl,BKrlv->BKrkv", precision=sizes.precision)
     B, _, K, r, v = tokens.v.shape
     k = tokens.k.shape[-1]
+    columns = k if sizes.corrects else 1  # of M
 
     def chunk(h, own: Affine):
-        to_the_right = [(0, 0)] * 4 + [(k, 0)]
-        return times(own.M, h) + jnp.pad(own.B, to_the_right), None
+        to_the_right = [(0, 0)] * 4 + [(columns, 0)]
+        return mapped(sizes, Affine(own.M, jnp.pad(own.B, to_the_right)), h), None
 
     def group(h, x):
         states, _ = chunk_maps(sizes, *x)
@@ -98,9 +100,10 @@ def map_of(sizes: ChunkSizes, tokens: Tokens, starts: jax.Array) -> Affine:
 
     groups = all_in_groups(sizes, tokens, starts)
     wide = jnp.promote_types(tokens.v.dtype, jnp.float32)
-    begin = jnp.broadcast_to(jnp.eye(k, k + v, dtype=wide), (B, K, r, k, k + v))
+    one = jnp.eye(k, dtype=wide) if sizes.corrects else jnp.ones((k, 1), wide)
+    begin = jnp.broadcast_to(jnp.pad(one, [(0, 0), (0, v)]), (B, K, r, k, columns + v))
     h, _ = jax.lax.scan(group, mark_varying(begin, varying_axes(tokens.v)), groups)
-    return Affine(h[..., :k], h[..., k:])
+    return Affine(h[..., :columns], h[..., columns:])
 
 
 def _map_by_kernels(sizes: ChunkSizes, tokens: Tokens, starts: jax.Array) -> Affine:
@@ -124,10 +127,10 @@ def states_between(
     state: before all pieces. reverse: from the last piece to the first one.
     """
     pieces = RowPieces(method, 0)
-    k = own.M.shape[-1]
+    columns = own.M.shape[-1]
 
     def step(h, both):
-        return jnp.einsum("BKrkl,BKrlv->BKrkv", both[..., :k], h, precision=sizes.precision) + both[..., k:], h
+        return mapped(sizes, Affine(both[..., :columns], both[..., columns:]), h), h
 
     of_all = pieces.by_text(jnp.concatenate(own, axis=-1))  # one collective
     after, before = jax.lax.scan(step, state, of_all, reverse=reverse)

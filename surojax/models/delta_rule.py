@@ -13,6 +13,9 @@ A chunk of C tokens is an affine map of the state, h' = M h + B, and so are its 
 `through` that of the whole chunk. A border between documents makes these four 0, and nothing else knows of it: neither
 a state nor a gradient crosses one.
 
+Without the correction it is the recurrence of Mamba2 (Dao and Gu 2024, arXiv:2405.21060), h <- e^g h + beta k v^T: keys
+and queries have any length, W = 0 and U = beta V. There is no inverse, and M is a number.
+
 A group of chunks is computed at once, then its states one after another. The backward pass keeps the inputs and the
 state before each group, and computes a group's maps again. On GPUs pallas_kernels/gated_delta_chunks.py computes larger
 groups, if the setting `kernels` says so: without maps, whose bytes take most of the time.
@@ -43,7 +46,7 @@ class ChunkSizes(NamedTuple):
 
     chunk: tokens of one, a power of 2. chunks: of a group. tf32: products read 10 bits of a mantissa. kernel: groups
     are computed by pallas_kernels/gated_delta_chunks.py, which has precisions of its own. interpret: in Pallas'
-    interpreter.
+    interpreter. corrects: False: tokens write their values without the correction (Mamba2).
     """
 
     chunk: int = CHUNK
@@ -51,6 +54,7 @@ class ChunkSizes(NamedTuple):
     tf32: bool = False
     kernel: bool = False
     interpret: bool = False
+    corrects: bool = True
 
     @property
     def precision(self) -> Any:
@@ -59,7 +63,7 @@ class ChunkSizes(NamedTuple):
 
 
 class Affine(NamedTuple):
-    """The map h -> M h + B."""
+    """The map h -> M h + B. Without the correction M is one number for all channels `[..., 1, 1]`, or `[..., k, 1]`."""
 
     M: jax.Array
     B: jax.Array
@@ -74,7 +78,7 @@ def gated_delta_rule(
 ) -> tuple[jax.Array, jax.Array]:
     """Returns (outputs `[B, T, K, r, v]`, state after the last token `[B, K, r, k, v]`), in float32 at least.
 
-    Queries and keys are divided by their lengths, and queries also by sqrt(k).
+    Queries and keys are divided by their lengths, and queries also by sqrt(k), if `sizes.corrects`.
     starts: int32 `[B, T]` or `[1, T]`, index among these tokens at which each token's document starts, negative if
     before them; None: all go on from `state`. state: before the first token; None: zeros. sizes: None: chosen here, by
     `implementation` among others: see pallas_kernels/dispatch.py.
@@ -82,15 +86,18 @@ def gated_delta_rule(
     return _rule(*prepared(tokens, starts, state, sizes or chosen_sizes(tokens, implementation)))
 
 
-def chosen_sizes(tokens: Tokens, implementation: Implementation) -> ChunkSizes:
-    """The sizes for these tokens. Raises Unserved if the kernels were asked for and do not take the heads."""
+def chosen_sizes(tokens: Tokens, implementation: Implementation, *, corrects: bool = True) -> ChunkSizes:
+    """The sizes for these tokens. Raises Unserved if the kernels were asked for and do not take the heads.
+
+    corrects: see `ChunkSizes`; the kernels compute the rule with the correction alone.
+    """
     T, key, value = tokens.v.shape[1], tokens.k.shape[-1], tokens.v.shape[-1]
     C = gated_delta_chunks.CHUNK
-    if T >= C and gated_delta_chunks.serves(tokens.v.dtype, key, value, implementation):
+    if corrects and T >= C and gated_delta_chunks.serves(tokens.v.dtype, key, value, implementation):
         groups = -(-T // (C * KERNEL_CHUNKS))  # of equal size, so that little is added to the last one
         return ChunkSizes(C, -(-T // (C * groups)), kernel=True)
     tf32 = tokens.v.dtype.itemsize == 2 and dispatch.choose("delta_rule", None) == "mosaic"
-    return ChunkSizes(min(CHUNK, 1 << (T - 1).bit_length()), CHUNKS, tf32)
+    return ChunkSizes(min(CHUNK, 1 << (T - 1).bit_length()), CHUNKS, tf32, corrects=corrects)
 
 
 def prepared(
@@ -192,21 +199,32 @@ def chunk_maps(sizes: ChunkSizes, tokens: Tokens, starts_BNC: jax.Array) -> tupl
     q, k = (x.astype(wide).transpose(0, 1, 3, 2, 4) for x in (tokens.q, tokens.k))  # BNKCk
     v = tokens.v.astype(wide).transpose(0, 1, 3, 4, 2, 5)  # BNKrCv
     g, beta = (x.astype(wide).transpose(0, 1, 3, 4, 2) for x in (tokens.g, tokens.beta))  # BNKrC
-    q, k = unit_length(q) * q.shape[-1] ** -0.5, unit_length(k)
+    if sizes.corrects:
+        q, k = unit_length(q) * q.shape[-1] ** -0.5, unit_length(k)
     pair, enter, leave, through = decays(g, starts_BNC)
     of_heads = k[:, :, :, None]
-    S = beta[..., None] * times("BNKik,BNKjk->BNKij", k, k)[:, :, :, None] * pair
-    written = jnp.concatenate([beta[..., None] * v, (beta * enter)[..., None] * of_heads], axis=-1)
-    U, W = jnp.split(solved(S, written, sizes.precision), [v.shape[-1]], axis=-1)
     leaving = leave[..., None] * of_heads
-    eye = jnp.eye(k.shape[-1], dtype=wide)
-    M = through[..., None] * eye[None, None, None, None] - times("BNKrik,BNKril->BNKrkl", leaving, W)
     weights = times("BNKik,BNKjk->BNKij", q, k)[:, :, :, None] * pair
-    R = enter[..., None] * q[:, :, :, None] - times("BNKrij,BNKrjk->BNKrik", weights, W)
+    U = beta[..., None] * v
+    M, R = through[..., None], enter[..., None] * q[:, :, :, None]
+    if sizes.corrects:
+        S = beta[..., None] * times("BNKik,BNKjk->BNKij", k, k)[:, :, :, None] * pair
+        written = jnp.concatenate([U, (beta * enter)[..., None] * of_heads], axis=-1)
+        U, W = jnp.split(solved(S, written, sizes.precision), [v.shape[-1]], axis=-1)
+        eye = jnp.eye(k.shape[-1], dtype=wide)
+        M = M * eye[None, None, None, None] - times("BNKrik,BNKril->BNKrkl", leaving, W)
+        R = R - times("BNKrij,BNKrjk->BNKrik", weights, W)
     return (
         Affine(M, times("BNKrik,BNKriv->BNKrkv", leaving, U)),
         Affine(R, times("BNKrij,BNKrjv->BNKriv", weights, U)),
     )
+
+
+def mapped(sizes: ChunkSizes, of_state: Affine, h: jax.Array) -> jax.Array:
+    """Returns M h + B `[B, K, r, k, v]`."""
+    if not sizes.corrects:
+        return of_state.M * h + of_state.B
+    return jnp.einsum("BKrkl,BKrlv->BKrkv", of_state.M, h, precision=sizes.precision) + of_state.B
 
 
 def group_forward(sizes: ChunkSizes, tokens: Tokens, starts_BNC: jax.Array, state: jax.Array):
@@ -217,7 +235,7 @@ def group_forward(sizes: ChunkSizes, tokens: Tokens, starts_BNC: jax.Array, stat
     states, outputs = chunk_maps(sizes, tokens, starts_BNC)
 
     def step(h, chunk: Affine):
-        return times("BKrkl,BKrlv->BKrkv", chunk.M, h) + chunk.B, h
+        return mapped(sizes, chunk, h), h
 
     of_chunks = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), states)
     # Unrolled: in a loop XLA copies the state, and slices the maps.

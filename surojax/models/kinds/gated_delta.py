@@ -106,7 +106,7 @@ class GatedDelta(Mixer):
         pieces = RowPieces(ops.compute.cp_method, 0 if cache is None else cache.start)
         state, latest = (None, None) if cache is None or cache.state is None else cache.state
         qkv, z, b, a = map(pieces.split, self._projected(x_BSD, ops, norm))
-        taps_CJ = self._own_heads(self.taps[...], axis=0)[:, 0]
+        taps_CJ = own_channels(self.taps[...], self.convolved, axis=0)[:, 0]
         starts = pieces.starts(ops.starts)
         earlier = taps_CJ.shape[1] - 1
         before, latest = pieces.halo(qkv[:, max(qkv.shape[1] - earlier, 0) :], earlier, latest)
@@ -129,7 +129,7 @@ class GatedDelta(Mixer):
         names = FUSED if c.linear_fused_projections else PROJECTIONS
         projected = ops.linears(x_BSD, [projection(self, f"w{name}") for name in names], norm)
         if not c.linear_fused_projections:
-            return [self._own_heads(projected[0], axis=2), *projected[1:]]
+            return [own_channels(projected[0], self.convolved, axis=2), *projected[1:]]
         k, r = c.linear_key_head_dim, c.linear_num_value_heads // c.linear_num_key_heads
         sizes = ([k, k, r * c.linear_value_head_dim, r * c.linear_value_head_dim], [r, r])
         (q, k, v, z), (b, a) = (_of_key_heads(y, parts) for y, parts in zip(projected, sizes, strict=True))
@@ -140,19 +140,6 @@ class GatedDelta(Mixer):
         """Rows of queries, keys and values in the whole matrix."""
         keys, values = self.widths()
         return keys.size, keys.size, values.size
-
-    def _own_heads(self, x: jax.Array, axis: int) -> jax.Array:
-        """Slices the channels of this GPU's heads out of those of all queries, keys and values."""
-        number, devices = device_number(*TENSOR)
-        if devices == 1:
-            return x
-        starts = (0, *itertools.accumulate(self.convolved))
-        sizes = [size // devices for size in self.convolved]
-        own = [
-            jax.lax.dynamic_slice_in_dim(x, start + number * size, size, axis)
-            for start, size in zip(starts, sizes, strict=False)
-        ]
-        return jnp.concatenate(own, axis)
 
     # -- declarations --------------------------------------------------------------------------------------------------
 
@@ -238,6 +225,19 @@ class GatedDelta(Mixer):
         return 6 * 4 * numbers * heads * min(tokens, CHUNK * CHUNKS)
 
 
+def own_channels(x: jax.Array, sizes: Sequence[int], axis: int) -> jax.Array:
+    """Slices the channels of this GPU's heads out of those of all. sizes: of parts that each GPU has a share of."""
+    number, devices = device_number(*TENSOR)
+    if devices == 1:
+        return x
+    starts = (0, *itertools.accumulate(sizes))
+    own = [
+        jax.lax.dynamic_slice_in_dim(x, start + number * (size // devices), size // devices, axis)
+        for start, size in zip(starts, sizes, strict=False)
+    ]
+    return jnp.concatenate(own, axis)
+
+
 def _of_key_heads(y_BSX: jax.Array, sizes: Sequence[int]) -> list[jax.Array]:
     """Splits the rows of each key head into parts of these sizes, and joins the parts of all heads."""
     of_heads = y_BSX.reshape(*y_BSX.shape[:2], -1, sum(sizes))
@@ -251,9 +251,10 @@ def log_of_uniform(key, shape, dtype=jnp.float32) -> jax.Array:
 
 
 @save_inputs_only
-def convolved_silu(x, taps, before, starts) -> jax.Array:
-    """Returns silu of `causal_convolution` in the dtype of x."""
-    return jax.nn.silu(causal_convolution(x, taps, before, starts)).astype(x.dtype)
+def convolved_silu(x, taps, before, starts, bias=None) -> jax.Array:
+    """Returns silu of `causal_convolution`, plus a bias of each channel, in the dtype of x."""
+    y = causal_convolution(x, taps, before, starts)
+    return jax.nn.silu(y if bias is None else y + bias.astype(y.dtype)[None, None]).astype(x.dtype)
 
 
 @save_inputs_only

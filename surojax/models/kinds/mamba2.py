@@ -1,0 +1,212 @@
+"""Mamba2: the mixer of Granite-4-H's and Nemotron-H's layers without attention (Dao and Gu 2024, arXiv:2405.21060).
+
+    z, x, b, c, d = u Win^T, the rows of one matrix
+    x, b, c = silu(conv(x, b, c) + bias)                           causal, of each channel
+    dt      = softplus(d + dt_bias), at least dt_min, at most dt_max, of each head
+    h <- e^(-exp(A_log) dt) h + dt b x^T;   o = c^T h + D x         of each head; heads of a group share b and c
+    y       = (RMSNorm(o * silu(z)) * w) Wout^T                     norm of each group's channels
+
+The recurrence is the gated delta rule's without its correction (models/delta_rule.py), of which b is the key, c the
+query and dt the strength. The gate comes before the norm here, and behind it in a delta net.
+
+Its state is a matrix for each head, and the latest inputs of the convolution. Neither crosses a border between
+documents. A_log, dt_bias, D and all that follows from them are float32 at least, whatever the model's dtype.
+
+`tp` divides groups, with their heads. It does not divide Win, whose parts have one adapter and one set of scales: every
+GPU computes all of its rows, and goes on with its own.
+
+Shape suffixes: B batch, S sequence, N, t: see row_pieces.py, D hidden size, G groups, r heads of a group, H = G r
+heads, n channels of the state, p channels of a head, C channels of the convolution, J taps, P = J - 1 earlier tokens.
+"""
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from surojax.models.delta_pieces import rule_of_pieces
+from surojax.models.delta_rule import CHUNK, CHUNKS, Tokens, chosen_sizes
+from surojax.models.kinds.gated_delta import convolved_silu, own_channels
+from surojax.models.kinds.sublayer import ContextNumbers, FileNames, KernelBytes, Mixer, OnGpu, Target, Width
+from surojax.models.layers import parameter, projection
+from surojax.models.linear import Product
+from surojax.models.model import Cache
+from surojax.models.operations import Operations
+from surojax.models.recompute import save_inputs_only
+from surojax.models.row_pieces import RowPieces
+from surojax.parallel.context import pieces_per_device
+from surojax.placement.param import Kind
+
+
+class Mamba2(Mixer):
+    """A recurrence with a state `[n, p]` for each head, which decays by one number a token."""
+
+    name = "mamba"
+    input = "mamba_input"
+    tensors: ClassVar = {
+        "w_in": FileNames("mamba.in_proj.weight", "ssm_in.weight"),
+        "w_out": FileNames("mamba.out_proj.weight", "ssm_out.weight"),
+        "taps": FileNames("mamba.conv1d.weight", "ssm_conv1d.weight"),
+        "bias": FileNames("mamba.conv1d.bias", "ssm_conv1d.bias"),
+        "A_log": FileNames("mamba.A_log", "ssm_a"),
+        "dt_bias": FileNames("mamba.dt_bias", "ssm_dt.bias"),
+        "D": FileNames("mamba.D", "ssm_d"),
+        "norm": FileNames("mamba.norm.weight", "ssm_norm.weight"),
+    }
+
+    def __init__(self, config, *, rngs: nnx.Rngs | None = None):
+        c = config
+        self.config = c
+        if rngs is None:
+            return
+        H, D, J, values = c.mamba_n_heads, c.hidden_size, c.mamba_d_conv, self.convolved[0]
+        normal = nnx.initializers.normal(c.initializer_range)
+        out = nnx.initializers.normal(c.initializer_range / math.sqrt(2 * c.num_hidden_layers))
+        # Numbers of products from 4 to 6 are the MLP's.
+        product = Product(0, self.input, "d_mamba_in")
+        self.w_in = parameter(rngs, (sum(self.projected), D), ("mixed", "embed"), normal, product=product)
+        product = Product(3, "mamba_output", "d_mamba")
+        self.w_out = parameter(rngs, (D, values), ("embed", "heads"), out, product=product)
+        mixed = sum(self.convolved)
+        taps = nnx.initializers.normal(J**-0.5)
+        self.taps = parameter(rngs, (mixed, 1, J), ("mixed", "channels", "taps"), taps, Kind.VECTOR)
+        if c.mamba_conv_bias:
+            self.bias = parameter(rngs, (mixed,), ("mixed",), nnx.initializers.zeros, Kind.VECTOR)
+        of_heads: Any = {"kind": Kind.VECTOR, "dtype": "float32"}
+        self.A_log = parameter(rngs, (H,), ("heads",), _logarithms, **of_heads)
+        self.dt_bias = parameter(rngs, (H,), ("heads",), _biases, **of_heads)
+        self.D = parameter(rngs, (H,), ("heads",), nnx.initializers.ones, **of_heads)
+        self.norm = parameter(rngs, (values,), ("heads",), nnx.initializers.ones, Kind.VECTOR)
+
+    def __call__(
+        self, x_BSD: jax.Array, ops: Operations, norm: Callable | None = None, cache: Cache | None = None
+    ) -> tuple[jax.Array, Cache | None]:
+        """Returns (the mixer of x `[B, S, D]` or norm(x), the cache with the states after the last token)."""
+        c = self.config
+        pieces = RowPieces(ops.compute.cp_method, 0 if cache is None else cache.start)
+        state, latest = (None, None) if cache is None or cache.state is None else cache.state
+        (projected,) = ops.linears(x_BSD, [projection(self, "w_in")], norm)
+        own = pieces.split(own_channels(projected, self.projected, axis=2))
+        N, t, width = own.shape
+        H = c.mamba_n_heads * width // sum(self.projected)  # of this GPU
+        G, X = c.mamba_n_groups * H // c.mamba_n_heads, H * c.mamba_d_head
+        z, mixed, d = jnp.split(own, [X, width - H], axis=-1)
+        taps_CJ = own_channels(self.taps[...], self.convolved, axis=0)[:, 0]
+        bias_C = own_channels(self.bias[...], self.convolved, axis=0) if c.mamba_conv_bias else None
+        starts = pieces.starts(ops.starts)
+        earlier = taps_CJ.shape[1] - 1
+        before, latest = pieces.halo(mixed[:, max(mixed.shape[1] - earlier, 0) :], earlier, latest)
+        mixed = convolved_silu(mixed, taps_CJ, before, starts, bias_C)
+        x, b, c_ = jnp.split(mixed, [X, X + G * c.mamba_d_state], axis=-1)
+        g, dt = steps(d, self.A_log[...], self.dt_bias[...], (c.mamba_dt_min, c.mamba_dt_max))
+        keys = (y.reshape(N, t, G, -1) for y in (c_, b))
+        tokens = Tokens(*keys, *(y.reshape(N, t, G, H // G, *rest) for y, rest in ((x, (-1,)), (g, ()), (dt, ()))))
+        sizes = chosen_sizes(tokens, None, corrects=False)
+        out, state = rule_of_pieces(ops.compute.cp_method, tokens, starts, state, sizes)
+        y = gated_norm(out, tokens.v, z.reshape(N, t, G, -1), self.D[...], self.norm[...], c.rms_norm_eps)
+        y_BSD = ops.linear(pieces.join(y), projection(self, "w_out"))
+        return y_BSD, None if cache is None else cache._replace(state=(state, latest))
+
+    @property
+    def convolved(self) -> tuple[int, int, int]:
+        """Channels of x, b and c."""
+        values, keys = self.widths()
+        return values.size, keys.size, keys.size
+
+    @property
+    def projected(self) -> tuple[int, int, int, int, int]:
+        """Rows of z, x, b, c and d in the matrix of all."""
+        return self.convolved[0], *self.convolved, self.config.mamba_n_heads
+
+    # -- declarations --------------------------------------------------------------------------------------------------
+
+    def widths(self) -> Sequence[Width]:
+        c = self.config
+        groups = "model.mamba_n_groups"
+        values = Width("model.mamba_n_heads x model.mamba_d_head", c.mamba_n_heads * c.mamba_d_head, groups, 1)
+        keys = Width(f"{groups} x model.mamba_d_state", c.mamba_n_groups * c.mamba_d_state, groups, 1)
+        return [width._replace(parts=c.mamba_n_groups) for width in (values, keys)]
+
+    def targets(self) -> Sequence[Target]:
+        values, _ = self.widths()
+        return [self.target("w_in", values._replace(size=sum(self.projected))), self.target("w_out", values)]
+
+    def decode_state(self, rows: int, positions: int, dtype) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
+        """Shapes of the heads' states `[B, G, r, n, p]`, and of the convolution's latest inputs `[B, P, C]`."""
+        c = self.config
+        heads = (c.mamba_n_groups, c.mamba_n_heads // c.mamba_n_groups)
+        wide = jnp.promote_types(dtype, jnp.float32)
+        inputs = (rows, c.mamba_d_conv - 1, sum(self.convolved))
+        return (
+            jax.ShapeDtypeStruct((rows, *heads, c.mamba_d_state, c.mamba_d_head), wide),
+            jax.ShapeDtypeStruct(inputs, dtype),
+        )
+
+    def decode_bytes(self, queries: int, positions: int) -> int:
+        return self._group_bytes(queries, self.config.mamba_n_heads)
+
+    def flops(self, sequence_len: int, window: int) -> float:
+        """FLOPs per token of a chunk's products and of its map of the state; earlier tokens add none."""
+        c = self.config
+        n, p, C = c.mamba_d_state, c.mamba_d_head, CHUNK
+        return c.mamba_n_heads * (2 * C * p + 4 * n * p) + c.mamba_n_groups * 2 * C * n
+
+    def context_numbers(self, tp: int, cp: int) -> ContextNumbers:
+        c = self.config
+        halo = (c.mamba_d_conv - 1) * sum(self.convolved) // tp
+        return ContextNumbers(halo=halo, maps=c.mamba_n_heads // tp * c.mamba_d_state * (1 + c.mamba_d_head))
+
+    def space(self, compute, x: OnGpu, *, gpu: bool, packed: bool, window: bool) -> KernelBytes:
+        """A row's group of chunks at a time, and over `cp` the maps of all pieces."""
+        devices = x.per_sequence // x.tensor
+        pieces = pieces_per_device(compute.cp_method) if devices > 1 else 1
+        group = self._group_bytes(x.tokens * x.tensor // pieces, self.config.mamba_n_heads // x.tensor)
+        maps = 4 * devices * self.context_numbers(x.tensor, devices).maps if devices > 1 else 0
+        return KernelBytes(working=x.rows * pieces * (group + maps))
+
+    def _group_bytes(self, tokens: int, heads: int) -> int:
+        """Bytes of the float32 values of a row's group of chunks."""
+        c = self.config
+        numbers = CHUNK + c.mamba_d_state + c.mamba_d_head
+        return 6 * 4 * numbers * heads * min(tokens, CHUNK * CHUNKS)
+
+
+def _logarithms(key, shape, dtype=jnp.float32) -> jax.Array:
+    """Draws logarithms of numbers between 1 and 16."""
+    return jnp.log(jax.random.uniform(key, shape, dtype, 1.0, 16.0))
+
+
+def _biases(key, shape, dtype=jnp.float32) -> jax.Array:
+    """Draws numbers whose softplus is between 0.001 and 0.1, evenly in their logarithms."""
+    dt = jnp.exp(jax.random.uniform(key, shape, dtype, math.log(1e-3), math.log(0.1)))
+    return dt + jnp.log(-jnp.expm1(-dt))
+
+
+@functools.partial(save_inputs_only, static_argnums=3)
+def steps(
+    d_BSH: jax.Array, A_log_H: jax.Array, dt_bias_H: jax.Array, limits: tuple[float, float]
+) -> tuple[jax.Array, jax.Array]:
+    """Returns (g, the logarithm of the decay; dt), in float32 at least. limits: of dt; an upper one of 0 is none."""
+    dtype = jnp.promote_types(d_BSH.dtype, jnp.float32)
+    d, A_log, dt_bias = (x.astype(dtype) for x in (d_BSH, A_log_H, dt_bias_H))
+    least, most = limits
+    dt = jnp.maximum(jax.nn.softplus(d + dt_bias[None, None]), least)
+    dt = jnp.minimum(dt, most) if most else dt
+    return -jnp.exp(A_log)[None, None] * dt, dt
+
+
+@functools.partial(save_inputs_only, static_argnums=5)
+def gated_norm(
+    out_BSGrp: jax.Array, x_BSGrp: jax.Array, z_BSGk: jax.Array, D_H: jax.Array, weight_X: jax.Array, eps: float
+) -> jax.Array:
+    """Returns RMSNorm((out + D x) * silu(z)) * weight `[B, S, X]`, of each group's k = r p channels."""
+    dtype = jnp.promote_types(x_BSGrp.dtype, jnp.float32)
+    out, x, z, D, weight = (y.astype(dtype) for y in (out_BSGrp, x_BSGrp, z_BSGk, D_H, weight_X))
+    _, _, G, r, _ = x.shape
+    total = (out + D.reshape(1, 1, G, r, 1) * x).reshape(z.shape) * jax.nn.silu(z)
+    normed = total * jax.lax.rsqrt(jnp.mean(total * total, axis=-1, keepdims=True) + eps)
+    return (normed.reshape(*z.shape[:2], -1) * weight[None, None]).astype(z_BSGk.dtype)
