@@ -59,6 +59,9 @@ LOCAL_EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 LATENT = {"num_key_value_heads": 4, "n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 LATENT_SIZES = {"q_lora_rank": 32, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 24}
 LATENT |= LATENT_SIZES
+GRANITE_4: dict[str, Any] = {"num_hidden_layers": 3, "layer_types": ["mamba", "attention", "mamba"]}
+GRANITE_4 |= {"mamba_n_heads": 4, "mamba_d_state": 16, "mamba_n_groups": 2, "shared_intermediate_size": 64}
+GRANITE_4 |= {"position_embedding_type": "rope", "attention_multiplier": 0.2, "embedding_multiplier": 2.0}
 # What a family's config.json says besides `SIZES`: every option that is written.
 OF_FAMILY: dict[str, dict[str, Any]] = {
     "llama": {},
@@ -77,6 +80,7 @@ OF_FAMILY: dict[str, dict[str, Any]] = {
     | {"rope_parameters": YARN | {"truncate": False, "original_max_position_embeddings": 64}},
     "granitemoe": LOCAL_EXPERTS
     | {"embedding_multiplier": 2.0, "residual_multiplier": 0.5, "logits_scaling": 3.0, "attention_multiplier": 0.2},
+    "granitemoehybrid": LOCAL_EXPERTS | GRANITE_4,
     "glm4_moe": {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "use_qk_norm": True}
     | {"num_nextn_predict_layers": 0, "routed_scaling_factor": 1.5, "num_hidden_layers": 3},
     "qwen3_5_text": DELTA,
@@ -120,6 +124,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "muse_glimmer_text turned": {"layer_rope_theta": [1e4] * 5, "qk_scale_factor": 1.5, "tie_word_embeddings": True},
     "deepseek_v3 plain": {"q_lora_rank": None, "rope_interleave": False, "rope_parameters": None, "n_group": 1}
     | {"topk_group": 1, "attention_bias": True},
+    "granitemoehybrid dense": {"num_local_experts": 0, "position_embedding_type": None, "tie_word_embeddings": True}
+    | {"mamba_conv_bias": False},
     "glm4_moe plain": {
         "use_qk_norm": False,
         "attention_bias": True,
@@ -131,7 +137,7 @@ FOLDERS = ("float32", "bfloat16", "float16", "fp8", "nvfp4", "mxfp4")
 KINDS = (*FOLDERS, "made", "merged", "adapter", "gguf")
 LAYOUTS = ("apart", "together")
 # Their classes have none, or another key.
-WITHOUT_HEAD_DIM = ("granitemoe", "olmoe", "qwen2", "glm4_moe_lite", "deepseek_v2", "deepseek_v3")
+WITHOUT_HEAD_DIM = ("granitemoe", "granitemoehybrid", "olmoe", "qwen2", "glm4_moe_lite", "deepseek_v2", "deepseek_v3")
 
 
 class Case(NamedTuple):
@@ -180,7 +186,7 @@ def config_of(case: Case) -> dict[str, Any]:
     given = {"model_type": family} | sizes | OF_FAMILY[family] | VARIANTS.get(case.family, {})
     if case.kind in ("fp8", "nvfp4"):
         given |= {"hidden_size": 128, "intermediate_size": 256}  # blocks of compressed-tensors are whole ones
-        widths = ("moe_intermediate_size", "shared_expert_intermediate_size")
+        widths = ("moe_intermediate_size", "shared_expert_intermediate_size", "shared_intermediate_size")
         given |= {name: 128 for name in widths if name in given}
         given |= dict.fromkeys(LATENT_SIZES, 128) if "kv_lora_rank" in given else {}
     if case.kind == "gguf":  # transformers reads neither head_dim nor the experts' width, and takes those of the family

@@ -37,9 +37,10 @@ from test_qwen3_5 import GROWN, ByLayer, assert_close, in_float64, mean_loss  # 
 from surojax import ConfigError, default_config
 from surojax.assembly.from_config import architecture
 from surojax.config.checks import check
-from surojax.exchange import config_json
+from surojax.exchange import config_json, expert_tensors
 from surojax.exchange.huggingface import model_fields, read_config
 from surojax.exchange.model_tensors import SINGLE, Weights, check_tensors, describe_source, tensor_name
+from surojax.exchange.naming import naming_of
 from surojax.families.registry import FAMILIES
 from surojax.models import decoder_model
 from surojax.models.decoder_config import LATENT, DecoderConfig
@@ -54,13 +55,14 @@ from surojax.verification.settings import NVME_ALL
 
 REFERENCE: dict[str, np.ndarray] = {}
 KEYS: dict[str, dict[str, Any]] = {}  # by family
-for name in ("deepseek", "olmo"):
+for name in ("deepseek", "olmo", "mamba2"):
     with np.load(Path(__file__).parent / "fixtures" / f"{name}_reference.npz") as arrays:
         REFERENCE |= dict(arrays)
         said = json.loads(str(arrays["keys.json"]))
         KEYS |= {family: said[family] | {"changes": said["changes"]} for family in said if family != "changes"}
 CASES = ("glm", "glm_tied", "glm_groups", "v2", "v2_lite", "v2_tied", "v3", "v3_half", "v3_tied")
 CASES += ("olmo2", "olmo2_tied", "olmo2_yarn", "olmo3", "olmo3_tied", "olmo3_full", "muse", "muse_tied", "muse_turned")
+CASES += ("granite4", "granite4_tied", "granite4_moe", "granite4_moe_tied", "granite4_attention")
 BIAS = "gate.e_score_correction_bias"
 
 
@@ -86,23 +88,17 @@ def model_of(case: str) -> Model:
     return decoder_model.build(config_of(case))
 
 
-def together(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+def together(case: str, what: str) -> dict[str, np.ndarray]:
     """Tensors of transformers 5's modules under our names: gate and up of all experts apart."""
-    found = {}
-    for name, x in tensors.items():
-        if name.endswith("experts.gate_up_proj"):
-            halves = np.split(x, 2, axis=1)
-            found |= {
-                name.replace("gate_up_proj", f"{part}_proj.weight"): half
-                for part, half in zip(("gate", "up"), halves, strict=True)
-            }
-        else:
-            found[f"{name}.weight" if name.endswith("experts.down_proj") else name] = x
-    return found
+    naming = naming_of(given(case))
+    found = {naming.ours(name): x for name, x in stored(case, what).items()}
+    parts = expert_tensors.parts_in(found, naming.expert_files)
+    others = {name: x for name, x in found.items() if not any(name in part.names for part in parts.values())}
+    return others | {name: part.tensor([found[part.names[0]]]) for name, part in parts.items()}
 
 
 def params_of(layers: ByLayer, case: str) -> dict:
-    return layers.named({name: x.astype(np.float64) for name, x in together(stored(case, "weight")).items()})
+    return layers.named({name: x.astype(np.float64) for name, x in together(case, "weight").items()})
 
 
 def loss_and_gradients(layers: ByLayer, case: str):
@@ -125,7 +121,7 @@ def test_loss_and_gradients_are_those_of_transformers(in_float64, case):  # noqa
     layers = ByLayer(model_of(case))
     loss, grads = loss_and_gradients(layers, case)(params_of(layers, case))
     assert_close(np.asarray(loss), REFERENCE[f"{case}/loss"], "loss")
-    expected = together(stored(case, "grad"))
+    expected = together(case, "grad")
     names = layers.of_each(lambda param, segment, l: tensor_name(param, segment, l), lambda param: tensor_name(param))
     found = dict(zip(jax.tree.leaves(names), map(np.asarray, jax.tree.leaves(grads)), strict=True))
     biases = {name: found.pop(name) for name in [*found] if name.endswith(BIAS)}
@@ -193,6 +189,11 @@ def written(folder: Path, case: str, weights: dict[str, np.ndarray], **changes) 
 def test_models_come_out_as_they_went_in(tmp_path, case):
     """To the bit, from files with a tensor for each expert and of all; the same config.json."""
     weights = stored(case, "weight")
+    naming = naming_of(given(case))
+    if naming.expert_files.only:  # files have other names than modules
+        alike = {f".{name}": f".{theirs}" for name, theirs in FAMILIES[given(case)["model_type"]].spellings.items()}
+        spelled = lambda name: next((name.replace(x, y) for x, y in alike.items() if name.endswith(x)), name)
+        weights = {spelled(name): x for name, x in weights.items()}
     has_experts = any(".experts." in name for name in weights)
     for i, files in enumerate((weights, apart(weights))[: 2 if has_experts else 1]):
         folder = written(tmp_path / f"in{i}", case, files)
@@ -269,6 +270,7 @@ OF_MUSE = {i: "qk_scale_factor" for i in (11, 12, 13)} | {14: "output_multiplier
 OF_MUSE |= {16: "post_norm_eps", 17: "post_norm_eps"} | dict.fromkeys((*range(18, 25), 27), "layer_rope_theta")
 # Changes that transformers computes and that are refused here, by the key that the message names.
 REFUSED: dict[str, dict[int, str]] = {
+    "granitemoehybrid": {31: "mamba_proj_bias", 37: "time_step_limit", 42: "shared_intermediate_size"},
     "glm4_moe_lite": {
         2: "q_lora_rank",
         5: "n_group",

@@ -344,6 +344,7 @@ OF_FAMILIES: dict[str, dict[str, Any]] = {
         "norm_topk_prob": True,
     },
     "granitemoe": {"norm_topk_prob": True},
+    "granitemoehybrid": {"mlp_joined": True},
     "lfm2": {"qk_norm": True},
     "lfm2_moe": {"qk_norm": True, "scoring_func": "sigmoid"},
     "mixtral": {"norm_topk_prob": True},
@@ -389,6 +390,8 @@ def test_layers_with_a_window_of_no_size(family, used):
     else:
         got = "no such number; fetch it again"
     message = rf"sliding_window: expected a number, .*, got {got}"
+    if family == "granitemoehybrid":
+        message = "layer_types: expected mamba, linear_attention, attention, full_attention of each layer, got 'slid"
     if family in (
         "lfm2",
         "lfm2_moe",

@@ -35,6 +35,7 @@ FAMILIES = (
     "olmo2",
     "olmo3",
     "muse_glimmer_text",
+    "granitemoehybrid",
 )
 BASES = ("qlora_bnb", "qlora_fp8", "qlora_fp4")
 

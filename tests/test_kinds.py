@@ -16,6 +16,7 @@ from surojax.models import decoder, decoder_model
 from surojax.models.kinds.experts import Experts
 from surojax.models.kinds.gated_delta import GatedDelta
 from surojax.models.kinds.gated_mlp import SwiGLU
+from surojax.models.kinds.joined_mlp import JoinedMlp
 from surojax.models.kinds.latent_attention import LatentAttention
 from surojax.models.kinds.mamba2 import Mamba2
 from surojax.models.kinds.self_attention import Attention
@@ -78,6 +79,7 @@ def test_float8_has_the_sites_of_the_products_in_their_order():
     assert decoder_model.build(dense_first).sites == sites
 
 
+JOINED = dataclasses.replace(EXPERTS, n_shared_experts=0, moe_shared_intermediate_size=20, mlp_joined=True)
 GATED = dataclasses.replace(EXPERTS, n_shared_experts=0, shared_expert_intermediate_size=20)
 GATE_OF_ITS_OWN = dataclasses.replace(OPTIONS, attn_output_gate=False, attn_gate_proj=True)
 FUSED = dataclasses.replace(DELTA, linear_fused_projections=True)
@@ -100,7 +102,8 @@ def products_of(kind, config) -> list[Product]:
     [
         (Attention, [OPTIONS, GATE_OF_ITS_OWN]),
         (SwiGLU, [CONFIG]),
-        (Experts, [EXPERTS, GATED]),
+        (JoinedMlp, [JOINED]),
+        (Experts, [EXPERTS, GATED, JOINED]),
         (GatedDelta, [DELTA, FUSED]),
         (Mamba2, [MAMBA]),
     ],
@@ -136,6 +139,8 @@ def test_no_two_products_of_a_block_share_random_numbers_or_a_site(kind, config)
         (SwiGLU, CONFIG),
         (Experts, EXPERTS),
         (Experts, GATED),
+        (Experts, JOINED),
+        (JoinedMlp, JOINED),
         (GatedDelta, DELTA),
         (GatedDelta, FUSED),
         (Mamba2, MAMBA),
@@ -163,8 +168,9 @@ def test_every_matrix_may_have_an_adapter(kind, config):
         dataclasses.replace(CONFIG, layer_types="conv"),
         EXPERTS,
         GATED,
+        JOINED,
     ],
-    ids=["attention", "latent", "delta", "mamba", "conv", "experts", "gated"],
+    ids=["attention", "latent", "delta", "mamba", "conv", "experts", "gated", "joined"],
 )
 def test_products_in_16_bits_have_operands_of_one_type(config):
     """Forward and backward; JAX multiplies in float32 if one operand is, in silence and at half the speed.

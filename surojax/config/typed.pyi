@@ -38,8 +38,12 @@ class ModelFields(Section):
     trained."""
     routed_scaling_factor: float
     r"""weights of the chosen experts are multiplied by this."""
+    mlp_joined: bool
+    r"""the first two matrices of MLPs for all tokens are one, gate's rows before up's (Granite-4)."""
     n_shared_experts: int
     r"""experts that every token uses, as one MLP of so many times moe_intermediate_size."""
+    moe_shared_intermediate_size: int
+    r"""likewise, as one MLP of this width (Granite-4); 0 = there is none."""
     shared_expert_intermediate_size: int
     r"""width of one more expert that every token uses, times the sigmoid of a gate (Qwen3.5); 0 = there is none."""
     first_k_dense_replace: int
@@ -533,7 +537,9 @@ class Sizes(TypedDict, total=False):
     norm_topk_prob: bool
     scoring_func: Literal["softmax", "sigmoid"]
     routed_scaling_factor: float
+    mlp_joined: bool
     n_shared_experts: int
+    moe_shared_intermediate_size: int
     shared_expert_intermediate_size: int
     first_k_dense_replace: int
     n_group: int

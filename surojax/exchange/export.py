@@ -33,6 +33,7 @@ from surojax.exchange.shards import StoredTensor
 from surojax.exchange.small_files import Files
 from surojax.families.family import LAYER, SHARED_EXPERT_TENSOR_NAMES, ExpertFiles
 from surojax.models.kinds.gated_delta import GatedDelta
+from surojax.models.kinds.mamba2 import Mamba2
 from surojax.models.model import Model
 from surojax.numerics import base_formats
 from surojax.untrusted import expanded
@@ -42,10 +43,11 @@ DTYPES: dict[str, np.dtype] = {
     "float16": np.dtype(np.float16),
     "float32": np.dtype(np.float32),
 }
-# Ends of names of tensors that are float32 in files of any dtype: the bias of a router's choice, and decays.
+# Ends of names of tensors that are float32 in files of any dtype: the bias of a router's choice, decays and D.
 IN_FLOAT32 = (
     SHARED_EXPERT_TENSOR_NAMES["mlp.b_choice"].removeprefix(LAYER),
     *(GatedDelta.tensors[name].safetensors for name in ("A_log", "dt_bias")),
+    *(Mamba2.tensors[name].safetensors for name in ("A_log", "dt_bias", "D")),
 )
 SHARD_BYTES = 5 * 10**9
 UNFINISHED = "unfinished"  # end of the name of the hidden folder that is written

@@ -101,7 +101,7 @@ def _settings(config: dict[str, Any]) -> dict[str, Any]:
                 f"computed for {name}"
             )
     _check_types(config, family)
-    _check_numbers({key: value for key, value in config.items() if key not in UNREAD}, family)
+    _check_numbers({key: value for key, value in config.items() if key not in UNREAD | {*UNLIMITED}}, family)
     float8_scales(config)
     given = family.defaults | config
     check_largest(given, "model_path: config.json: ")
@@ -171,6 +171,7 @@ def _is_same(value: Any, allowed: Any) -> bool:
     return value == allowed and isinstance(value, bool) == isinstance(allowed, bool)
 
 
+UNLIMITED = ("time_step_limit",)  # keys whose numbers may be infinite
 MOST = 1e15  # of a number, whose square float32 holds with what it is multiplied by
 
 

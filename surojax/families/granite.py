@@ -23,8 +23,8 @@ SMALLEST = 1e-15  # of attention_multiplier
 MULTIPLIERS = ("embedding_multiplier", "residual_multiplier", "logits_scaling")
 
 
-def _read(given: dict[str, Any]) -> dict[str, Any]:
-    """Reads the `model` fields; query_pre_attn_scalar is 1 / attention_multiplier^2.
+def read_scores(given: dict[str, Any]) -> dict[str, Any]:
+    """Reads attention_multiplier as the `model` field query_pre_attn_scalar, 1 / attention_multiplier^2.
 
     Raises ConfigError for a multiplier that this does not express: with another sign than +, or a square beyond floats.
     """
@@ -32,21 +32,28 @@ def _read(given: dict[str, Any]) -> dict[str, Any]:
     if not SMALLEST <= multiplier <= 1 / SMALLEST:
         raise ConfigError(
             f"model_path: config.json: attention_multiplier: expected {SMALLEST:g} to {1 / SMALLEST:g}, got "
-            f"{multiplier!r}; nothing else is computed for granitemoe"
+            f"{multiplier!r}; nothing else is computed for {given['model_type']}"
         )
-    scalar = {"query_pre_attn_scalar": multiplier**-2.0}
-    return {"num_experts": given["num_local_experts"]} | scalar | read_keys(given)
+    return {"query_pre_attn_scalar": multiplier**-2.0}
+
+
+def write_scores(fields: dict[str, Any]) -> dict[str, Any]:
+    """The inverse of `read_scores`, to as many digits as come back the same."""
+    return {"attention_multiplier": float(f"{fields['query_pre_attn_scalar'] ** -0.5:.15g}")}
+
+
+def _read(given: dict[str, Any]) -> dict[str, Any]:
+    return {"num_experts": given["num_local_experts"]} | read_scores(given) | read_keys(given)
 
 
 def _write(fields: dict[str, Any]) -> dict[str, Any]:
-    multiplier = float(f"{fields['query_pre_attn_scalar'] ** -0.5:.15g}")  # as many digits as come back the same
     return (
         {
             "num_local_experts": fields["num_experts"],
             "num_experts_per_tok": fields["num_experts_per_tok"],
-            "attention_multiplier": multiplier,
             "attention_bias": False,
         }
+        | write_scores(fields)
         | {name: fields[name] for name in MULTIPLIERS}
         | rope_keys.write_rope(fields)
     )

@@ -8,6 +8,7 @@ from surojax.families.gemma import GEMMA2, GEMMA3, GEMMA3_IMAGES
 from surojax.families.glm import GLM4_MOE
 from surojax.families.gpt_oss import GPT_OSS
 from surojax.families.granite import GRANITE_MOE
+from surojax.families.granite_hybrid import GRANITE_HYBRID
 from surojax.families.lfm2 import LFM2, LFM2_MOE
 from surojax.families.llama import LLAMA
 from surojax.families.mistral import MINISTRAL3, MISTRAL, MISTRAL3
@@ -48,6 +49,7 @@ FAMILIES: dict[str, ModelFamily] = {
         OLMO2,
         OLMO3,
         MUSE_GLIMMER,
+        GRANITE_HYBRID,
     )
 }
 IMAGE_TEXT_FAMILIES: dict[str, ImageTextFamily] = {

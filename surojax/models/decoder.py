@@ -17,6 +17,7 @@ from surojax.models.decoder_config import ATTENTION, DELTA, LATENT, MAMBA, SCORE
 from surojax.models.kinds.experts import Experts
 from surojax.models.kinds.gated_delta import GatedDelta
 from surojax.models.kinds.gated_mlp import SwiGLU
+from surojax.models.kinds.joined_mlp import JoinedMlp
 from surojax.models.kinds.latent_attention import LatentAttention
 from surojax.models.kinds.mamba2 import Mamba2
 from surojax.models.kinds.self_attention import Attention
@@ -48,7 +49,8 @@ MIXERS: dict[str, type[Mixer]] = {
 
 def sublayer_types(config: DecoderConfig) -> tuple[type[Mixer], type[Mlp]]:
     """The classes of a layer's mixer and MLP. config: of layers that are alike, see `DecoderConfig.segments`."""
-    return MIXERS[config.layer_types or ATTENTION], Experts if config.num_experts else SwiGLU
+    mlp = Experts if config.num_experts else JoinedMlp if config.mlp_joined else SwiGLU
+    return MIXERS[config.layer_types or ATTENTION], mlp
 
 
 def declarations(config: DecoderConfig) -> dict[str, LayerKinds]:

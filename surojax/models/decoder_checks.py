@@ -209,6 +209,7 @@ router_losses = (
 )
 sigmoid = is_set("model.scoring_func", "sigmoid", EXPERTS)
 shared = is_set("model.n_shared_experts", 1, EXPERTS)
+shared_width = is_set("model.moe_shared_intermediate_size", 64, EXPERTS)
 gated_shared = is_set("model.shared_expert_intermediate_size", 64, EXPERTS)
 dense_first = is_set("model.first_k_dense_replace", 1, EXPERTS)
 # Fields that a model without experts does not read.
@@ -220,12 +221,22 @@ OF_EXPERTS = (
     sigmoid,
     is_set("model.routed_scaling_factor", 2.5, EXPERTS),
     shared,
+    shared_width,
     gated_shared,
     dense_first,
     is_set("model.n_group", 2, EXPERTS),
     is_set("model.topk_group", 2, EXPERTS | {"model.n_group": 2}),
     *router_losses,
     tokens_sent,
+)
+OF_PLAIN_MLPS = ("model.n_shared_experts", "model.moe_shared_intermediate_size", "model.first_k_dense_replace")
+no_plain_mlp = Feature(
+    "model.num_experts > 0 without an MLP for all tokens",
+    ("model.num_experts", *OF_PLAIN_MLPS),
+    lambda s, _: s["model.num_experts"] > 0 and not any(s[name] for name in OF_PLAIN_MLPS),
+    lambda s: f"with num_experts={s['model.num_experts']} and no MLP for all tokens",
+    "0",
+    EXPERTS,
 )
 stages_of_several = Feature(
     "pp_size > 1 with layers of several mixers",
@@ -390,6 +401,9 @@ REFUSALS = (
     Refusal(router_losses[1], sigmoid, "which has no softmax", "leave it out"),
     Refusal(is_set("master_dtype", "bfloat16"), sigmoid, "whose bias of the choice is float32", "set it to 'float32'"),
     Refusal(gated_shared, shared, "with which it is not built", "leave one of them out"),
+    Refusal(gated_shared, shared_width, "with which it is not built", "leave one of them out"),
+    Refusal(shared, shared_width, "which is the width of all of them", "leave one of them out"),
+    Refusal(is_on("model.mlp_joined"), no_plain_mlp, "which does not use it", "leave it out"),
     Refusal(is_on("model.expert_bias", **EXPERTS), sigmoid, "with which it is not built", "leave one of them out"),
     *refuse_each(OF_DELTA, no_delta, "which does not use it", f"leave it out, or put {DELTA} into model.layer_types"),
     Refusal(is_set("master_dtype", "bfloat16"), delta, "whose decays are float32", "set it to 'float32'"),

@@ -17,7 +17,8 @@ BLOCKS = "blocks"  # the segment of layers with attention
 SCORE = "score"  # the head of a model that computes numbers instead of logits
 DENSE = "dense"  # likewise, of the first layers without experts, if others have experts
 DELTA = "linear_attention"  # the mixer of gated delta nets, as config.json calls it
-OF_EXPERTS = ("num_experts", "n_shared_experts", "shared_expert_intermediate_size", "first_k_dense_replace")
+OF_EXPERTS = ("num_experts", "n_shared_experts", "moe_shared_intermediate_size", "shared_expert_intermediate_size")
+OF_EXPERTS += ("first_k_dense_replace",)
 MAMBA = "mamba2"  # the mixer of state spaces (Granite-4-H, Nemotron-H)
 LATENT = "latent_attention"  # the mixer of keys and values that are expanded from a latent (DeepSeek)
 ATTENTION = "full_attention"  # the mixer of layers whose segments have no other name
@@ -50,8 +51,12 @@ class DecoderConfig:
     scoring_func: str = declare("softmax", choices=SCORING)
     # weights of the chosen experts are multiplied by this
     routed_scaling_factor: float = declare(1.0, POSITIVE)
+    # the first two matrices of MLPs for all tokens are one, gate's rows before up's (Granite-4)
+    mlp_joined: bool = False
     # experts that every token uses, as one MLP of so many times moe_intermediate_size
     n_shared_experts: int = declare(0, AT_LEAST_0)
+    # likewise, as one MLP of this width (Granite-4); 0 = there is none
+    moe_shared_intermediate_size: int = declare(0, AT_LEAST_0)
     # width of one more expert that every token uses, times the sigmoid of a gate (Qwen3.5); 0 = there is none
     shared_expert_intermediate_size: int = declare(0, AT_LEAST_0)
     # first layers with one MLP of intermediate_size instead of experts

@@ -47,6 +47,8 @@ from surojax.numerics.fp8 import Sites
 from surojax.numerics.quantized import Quantized, dequantise_all, is_quantized
 from surojax.placement.param import OUTER, part_of, trainable, with_part
 
+LAST = ("w_down", "w_out")  # names of the matrices whose products are an MLP's result
+
 
 def build(config: DecoderConfig, compute: Compute = DEFAULT, block: type[Block] = Block) -> Model:
     """Makes the decoder's `Model`, without building arrays; the same object for equal arguments.
@@ -153,7 +155,7 @@ def _segment(
     last_products = ()
     if not config.sandwich_norms and block_type is Block:  # a block of one's own may do anything with them
         mlp = params["mlp"]
-        last_products = (mlp["w_down"], *(mlp[key]["w_down"] for key in mlp if key == SHARED))
+        last_products = tuple(part[key] for part in (mlp, mlp.get(SHARED, {})) for key in LAST if key in part)
     kinds = declarations(config)[name]
     return Segment(
         name=name,

@@ -45,6 +45,7 @@ from surojax.models.grouped import (
     sum_of_rows,
 )
 from surojax.models.kinds.gated_mlp import DOWN, GATE, UP, SwiGLU
+from surojax.models.kinds.joined_mlp import JoinedMlp
 from surojax.models.kinds.self_attention import times_sigmoid
 from surojax.models.kinds.sublayer import FileNames, Mlp, Target, Width, undivided
 from surojax.models.layers import ADAPTER, parameter, projection, vector
@@ -89,6 +90,8 @@ class Experts(Mlp):
         "shared.w_gate": FileNames("mlp.shared_experts.gate_proj.weight", "ffn_gate_shexp.weight"),
         "shared.w_up": FileNames("mlp.shared_experts.up_proj.weight", "ffn_up_shexp.weight"),
         "shared.w_down": FileNames("mlp.shared_experts.down_proj.weight", "ffn_down_shexp.weight"),
+        "shared.w_in": JoinedMlp.tensors["w_in"],
+        "shared.w_out": JoinedMlp.tensors["w_out"],
         "shared_expert.w_gate": FileNames("mlp.shared_expert.gate_proj.weight", "ffn_gate_shexp.weight"),
         "shared_expert.w_up": FileNames("mlp.shared_expert.up_proj.weight", "ffn_up_shexp.weight"),
         "shared_expert.w_down": FileNames("mlp.shared_expert.down_proj.weight", "ffn_down_shexp.weight"),
@@ -106,9 +109,8 @@ class Experts(Mlp):
         if c.scoring_func == SIGMOID:
             constant: Any = {"learning_rate_factor": 0.0, "dtype": "float32"}
             self.b_choice = parameter(rngs, (E,), (ROUTED,), nnx.initializers.zeros, Kind.VECTOR, **constant)
-        if c.n_shared_experts:
-            width = c.n_shared_experts * F
-            setattr(self, SHARED, SwiGLU(dataclasses.replace(c, intermediate_size=width), rngs=rngs))
+        if self.shared_width:
+            setattr(self, SHARED, self.shared_type(self.config_of_shared, rngs=rngs))
         if width := c.shared_expert_intermediate_size:
             setattr(self, GATED_SHARED, SwiGLU(dataclasses.replace(c, intermediate_size=width), rngs=rngs))
             gate: Any = {"kind": Kind.ROUTER, "product": SHARED_GATE}
@@ -130,6 +132,31 @@ class Experts(Mlp):
         """The width of an expert."""
         return self.config.moe_intermediate_size or self.config.intermediate_size
 
+    @property
+    def shared_width(self) -> Width | None:
+        """The width of the experts that every token uses, without a gate; None: there are none."""
+        c = self.config
+        if c.moe_shared_intermediate_size:
+            return undivided("model.moe_shared_intermediate_size", c.moe_shared_intermediate_size)
+        field = f"model.n_shared_experts x {self.width_field}"
+        return undivided(field, c.n_shared_experts * self.width) if c.n_shared_experts else None
+
+    @property
+    def config_of_shared(self) -> Any:
+        """The architecture with these experts' width."""
+        width = self.shared_width
+        return dataclasses.replace(self.config, intermediate_size=width.size) if width else self.config
+
+    @property
+    def width_field(self) -> str:
+        """The field that says the width of an expert."""
+        return "model.moe_intermediate_size" if self.config.moe_intermediate_size else "model.intermediate_size"
+
+    @property
+    def shared_type(self) -> type[Mlp]:
+        """The class of experts that every token uses."""
+        return JoinedMlp if self.config.mlp_joined else SwiGLU
+
     def __call__(
         self, x_BSD: jax.Array, ops: Operations, norm=None, routing: Routing = ROUTES
     ) -> tuple[jax.Array, Routed]:
@@ -144,7 +171,7 @@ class Experts(Mlp):
             mixed_BSD = reduce_scatter_sequence(mixed_BSD) if is_divided("mlp") else mixed_BSD
             if self.config.expert_bias:
                 mixed_BSD = mixed_BSD + mixed_biases(self.b_down[...], chosen_BSk, weights_BSk).astype(mixed_BSD.dtype)
-            if self.config.n_shared_experts:
+            if self.shared_width:
                 mixed_BSD = mixed_BSD + getattr(self, SHARED)(operand, ops)[0]
             if self.config.shared_expert_intermediate_size:
                 shared_BSD, _ = getattr(self, GATED_SHARED)(operand, ops)
@@ -296,10 +323,9 @@ class Experts(Mlp):
 
     def widths(self) -> Sequence[Width]:
         c = self.config
-        field = "model.moe_intermediate_size" if c.moe_intermediate_size else "model.intermediate_size"
-        widths = [undivided(field, self.width)]
-        if c.n_shared_experts:
-            widths.append(undivided(f"model.n_shared_experts x {field}", c.n_shared_experts * self.width))
+        widths = [undivided(self.width_field, self.width)]
+        if self.shared_width:
+            widths.append(self.shared_width)
         if c.shared_expert_intermediate_size:
             widths.append(undivided("model.shared_expert_intermediate_size", c.shared_expert_intermediate_size))
         return widths
@@ -307,10 +333,13 @@ class Experts(Mlp):
     def targets(self) -> Sequence[Target]:
         own, *shared = self.widths()
         targets = [self.target(matrix, own, of_experts=True) for matrix in SwiGLU.tensors]
-        module = GATED_SHARED if self.config.shared_expert_intermediate_size else SHARED
-        targets += [self.target(f"{module}.{matrix}", width) for width in shared for matrix in SwiGLU.tensors]
+        if self.shared_width:
+            for target in self.shared_type(self.config_of_shared).targets():
+                matrix = f"{SHARED}.{target.matrix.rpartition('.')[2]}"
+                targets.append(self.target(matrix, self.shared_width._replace(size=target.width)))
         if self.config.shared_expert_intermediate_size:
-            targets.append(self.target(module + "_gate", Width("", 1, "", 1)))
+            targets += [self.target(f"{GATED_SHARED}.{matrix}", shared[0]) for matrix in SwiGLU.tensors]
+            targets.append(self.target(f"{GATED_SHARED}_gate", Width("", 1, "", 1)))
         return targets
 
 
