@@ -102,6 +102,9 @@ OF_FAMILY: dict[str, dict[str, Any]] = {
     | {"num_hidden_layers": 5}
     | {"rope_parameters": {FULL: YARN, SLIDING: {"rope_type": "default", "rope_theta": 1e4}}},
     "muse_glimmer_text": WINDOW | {"num_hidden_layers": 5},
+    "nemotron_h": {"layers_block_type": ["linear_attention", "moe", "full_attention", "mlp", "moe"], "n_groups": 2}
+    | {"mamba_num_heads": 4, "mamba_head_dim": 16, "ssm_state_size": 16, "n_routed_experts": 4}
+    | {"moe_intermediate_size": 32, "moe_shared_expert_intermediate_size": 64, "routed_scaling_factor": 1.5},
 }
 # Further models of a family, which are exported as they are and with a config.json that is made.
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -126,6 +129,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     | {"topk_group": 1, "attention_bias": True},
     "granitemoehybrid dense": {"num_local_experts": 0, "position_embedding_type": None, "tie_word_embeddings": True}
     | {"mamba_conv_bias": False},
+    "nemotron_h dense": {"layers_block_type": ["mlp", "linear_attention", "full_attention"], "use_conv_bias": False},
     "glm4_moe plain": {
         "use_qk_norm": False,
         "attention_bias": True,
@@ -162,6 +166,8 @@ def refused(case: Case) -> str:
     has_experts = "mlp.router" in family.tensors
     if case.layout == "together" and not has_experts:
         return "a model without experts"
+    if case.layout == "together" and family.options.get("hidden_act") == "relu2":
+        return "experts without a gate are in no file together"
     if case.layout == "apart" and family.expert_files.only:
         return "its files have experts in one tensor"
     if case.kind in ("fp8", "nvfp4") and "conv.taps" in family.tensors:
@@ -187,6 +193,7 @@ def config_of(case: Case) -> dict[str, Any]:
     if case.kind in ("fp8", "nvfp4"):
         given |= {"hidden_size": 128, "intermediate_size": 256}  # blocks of compressed-tensors are whole ones
         widths = ("moe_intermediate_size", "shared_expert_intermediate_size", "shared_intermediate_size")
+        widths += ("moe_shared_expert_intermediate_size",)
         given |= {name: 128 for name in widths if name in given}
         given |= dict.fromkeys(LATENT_SIZES, 128) if "kv_lora_rank" in given else {}
     if case.kind == "gguf":  # transformers reads neither head_dim nor the experts' width, and takes those of the family

@@ -58,11 +58,13 @@ KEYS: dict[str, dict[str, Any]] = {}  # by family
 for name in ("deepseek", "olmo", "mamba2"):
     with np.load(Path(__file__).parent / "fixtures" / f"{name}_reference.npz") as arrays:
         REFERENCE |= dict(arrays)
-        said = json.loads(str(arrays["keys.json"]))
-        KEYS |= {family: said[family] | {"changes": said["changes"]} for family in said if family != "changes"}
+        for file in (file for file in arrays if file.startswith("keys.")):
+            said = json.loads(str(arrays[file]))
+            KEYS |= {family: said[family] | {"changes": said["changes"]} for family in said if family != "changes"}
 CASES = ("glm", "glm_tied", "glm_groups", "v2", "v2_lite", "v2_tied", "v3", "v3_half", "v3_tied")
 CASES += ("olmo2", "olmo2_tied", "olmo2_yarn", "olmo3", "olmo3_tied", "olmo3_full", "muse", "muse_tied", "muse_turned")
 CASES += ("granite4", "granite4_tied", "granite4_moe", "granite4_moe_tied", "granite4_attention")
+CASES += ("nemotron", "nemotron_groups", "nemotron_dense")
 BIAS = "gate.e_score_correction_bias"
 
 
@@ -88,10 +90,24 @@ def model_of(case: str) -> Model:
     return decoder_model.build(config_of(case))
 
 
+def in_files(case: str, what: str) -> dict[str, np.ndarray]:
+    """The arrays of a case by names in files, if these are others than the modules'; experts together."""
+    family = FAMILIES[given(case)["model_type"]]
+    found = {}
+    for name, x in stored(case, what).items():
+        for of_module, of_file in family.spellings.items():
+            name = name.replace(f".{of_module}", f".{of_file}") if name.endswith(of_module) else name
+        if name.startswith("model."):
+            name = family.root + name.removeprefix("model.")
+        of_no_gate = case.startswith("nemotron") and name.endswith(("experts.up_proj", "experts.down_proj"))
+        found[f"{name}.weight" if of_no_gate else name] = x
+    return found
+
+
 def together(case: str, what: str) -> dict[str, np.ndarray]:
     """Tensors of transformers 5's modules under our names: gate and up of all experts apart."""
     naming = naming_of(given(case))
-    found = {naming.ours(name): x for name, x in stored(case, what).items()}
+    found = {naming.ours(name): x for name, x in in_files(case, what).items()}
     parts = expert_tensors.parts_in(found, naming.expert_files)
     others = {name: x for name, x in found.items() if not any(name in part.names for part in parts.values())}
     return others | {name: part.tensor([found[part.names[0]]]) for name, part in parts.items()}
@@ -125,7 +141,8 @@ def test_loss_and_gradients_are_those_of_transformers(in_float64, case):  # noqa
     names = layers.of_each(lambda param, segment, l: tensor_name(param, segment, l), lambda param: tensor_name(param))
     found = dict(zip(jax.tree.leaves(names), map(np.asarray, jax.tree.leaves(grads)), strict=True))
     biases = {name: found.pop(name) for name in [*found] if name.endswith(BIAS)}
-    assert bool(biases) == case.startswith(("glm", "v3")) and not any(x.any() for x in biases.values())
+    has_bias = case.startswith(("glm", "v3", "nemotron")) and case != "nemotron_dense"
+    assert bool(biases) == has_bias and not any(x.any() for x in biases.values())
     assert found.keys() == expected.keys()
     for name, x in found.items():  # of which the reference has float32
         assert_close(x, expected[name].astype(np.float64), name, 1e-7)
@@ -188,18 +205,20 @@ def written(folder: Path, case: str, weights: dict[str, np.ndarray], **changes) 
 @pytest.mark.parametrize("case", quick_at([(case,) for case in CASES], 5, 9, 16))
 def test_models_come_out_as_they_went_in(tmp_path, case):
     """To the bit, from files with a tensor for each expert and of all; the same config.json."""
-    weights = stored(case, "weight")
-    naming = naming_of(given(case))
-    if naming.expert_files.only:  # files have other names than modules
-        alike = {f".{name}": f".{theirs}" for name, theirs in FAMILIES[given(case)["model_type"]].spellings.items()}
-        spelled = lambda name: next((name.replace(x, y) for x, y in alike.items() if name.endswith(x)), name)
-        weights = {spelled(name): x for name, x in weights.items()}
+    weights = in_files(case, "weight")
     has_experts = any(".experts." in name for name in weights)
-    for i, files in enumerate((weights, apart(weights))[: 2 if has_experts else 1]):
+    separate = expert_tensors.of_each(weights) if case.startswith("nemotron") else apart(weights)
+    if case.startswith("nemotron") and has_experts:  # without a gate they are in no file together
+        weights = separate
+    for i, files in enumerate((weights, separate)[: 2 if has_experts else 1]):
         folder = written(tmp_path / f"in{i}", case, files)
         out = convert.convert(folder, tmp_path / f"out{i}", dtype="float32")
-        chex.assert_trees_all_equal(safetensors.numpy.load_file(out / SINGLE), apart(weights))
+        chex.assert_trees_all_equal(safetensors.numpy.load_file(out / SINGLE), separate)
         assert model_fields(read_config(out)) == model_fields(given(case))
+    if weights is separate:
+        with pytest.raises(ConfigError, match=r"^--experts-together: expected experts with a gate, got .*up_proj"):
+            convert.convert(folder, tmp_path / "together", dtype="float32", experts_together=True)
+        has_experts = False
     out = convert.convert(folder, tmp_path / "together", dtype="float32", experts_together=has_experts)
     chex.assert_trees_all_equal(safetensors.numpy.load_file(out / SINGLE), weights)
     fields = model_fields(given(case))
@@ -270,6 +289,15 @@ OF_MUSE = {i: "qk_scale_factor" for i in (11, 12, 13)} | {14: "output_multiplier
 OF_MUSE |= {16: "post_norm_eps", 17: "post_norm_eps"} | dict.fromkeys((*range(18, 25), 27), "layer_rope_theta")
 # Changes that transformers computes and that are refused here, by the key that the message names.
 REFUSED: dict[str, dict[int, str]] = {
+    "nemotron_h": {
+        5: "layers_block_type",
+        10: "layers_block_type",
+        31: "use_bias",
+        33: "mlp_bias",
+        47: "moe_latent_size",
+    }
+    | {42: "layer_norm_epsilon", 44: "moe_shared_expert", 49: "mlp_hidden_act", 50: "mlp_hidden_act"}
+    | {52: "mamba_hidden_act", 64: "tie_word_embeddings"},
     "granitemoehybrid": {31: "mamba_proj_bias", 37: "time_step_limit", 42: "shared_intermediate_size"},
     "glm4_moe_lite": {
         2: "q_lora_rank",
@@ -467,6 +495,37 @@ MUSE = dataclasses.replace(
     logits_scaling=2.0,
     final_logit_softcapping=1.0,
 )
+GRANITE_4 = dataclasses.replace(
+    CONFIG,
+    num_hidden_layers=4,
+    layer_types="mamba2,full_attention",
+    mamba_n_heads=8,
+    mamba_d_head=6,
+    mamba_d_state=5,
+    mamba_n_groups=4,
+    mamba_dt_min=0.05,
+    mlp_joined=True,
+    no_rope_layer_interval=1,
+    residual_multiplier=0.5,
+)
+GRANITE_4_EXPERTS = dataclasses.replace(
+    GRANITE_4,
+    num_experts=4,
+    num_experts_per_tok=2,
+    moe_intermediate_size=16,
+    moe_shared_intermediate_size=24,
+    norm_topk_prob=True,
+)
+NEMOTRON = dataclasses.replace(
+    GRANITE_4_EXPERTS,
+    num_hidden_layers=6,
+    layer_types="mamba2,experts,full_attention,mlp,mamba2,experts",
+    one_purpose=True,
+    hidden_act="relu2",
+    scoring_func="sigmoid",
+    mlp_joined=False,
+    residual_multiplier=1.0,
+)
 
 
 @needs(8)
@@ -491,6 +550,13 @@ MUSE = dataclasses.replace(
             (MUSE, 1, {"sequence_chunks": 2}),
             (MUSE, 4, {"tp_size": 4}),
             (dataclasses.replace(MUSE, num_hidden_layers=4), 2, {"pp_size": 2}),
+            (GRANITE_4, 8, {"zero_level": 3, "cp_size": 2, "tp_size": 2, **ALL}),
+            (GRANITE_4, 1, {"sequence_chunks": 2}),
+            (GRANITE_4, 2, {"pp_size": 2}),
+            (GRANITE_4_EXPERTS, 4, {"zero_level": 3, "ep_size": 2, "tp_size": 2}),
+            (NEMOTRON, 8, {"zero_level": 3, "cp_size": 2, "tp_size": 2, **ALL}),
+            (NEMOTRON, 1, {"sequence_chunks": 2}),
+            (NEMOTRON, 4, {"zero_level": 3, "ep_size": 2, "tp_size": 2}),
         ]
     ),
 )
@@ -520,7 +586,7 @@ def test_adapters_have_one_gradient_however_heads_are_divided(sizes):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("config", [WITH_EXPERTS, OLMO, MUSE])
+@pytest.mark.parametrize("config", [WITH_EXPERTS, OLMO, MUSE, GRANITE_4, NEMOTRON])
 def test_trains_alike_under_every_placement(tmp_path, config):
     """To the bit: with everything offloaded, updated under the next forward pass, and in files."""
     model = decoder_model.build(config)
@@ -536,7 +602,7 @@ def test_trains_alike_under_every_placement(tmp_path, config):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("case", ("glm", "v2_lite", "olmo3", "muse"))
+@pytest.mark.parametrize("case", ("glm", "v2_lite", "olmo3", "muse", "granite4", "nemotron"))
 def test_documents_in_a_row_are_computed_as_alone(in_float64, case):  # noqa: F811
     """Also a document of one token."""
     layers = ByLayer(model_of(case))

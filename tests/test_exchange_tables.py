@@ -356,6 +356,7 @@ OF_FAMILIES: dict[str, dict[str, Any]] = {
         "qk_norm_weightless": True,
         "sandwich_norms": True,
     },
+    "nemotron_h": {"one_purpose": True, "hidden_act": "relu2", "no_rope_layer_interval": 1},
     "olmo2": OLMO,
     "olmo3": OLMO,
     "olmoe": {"qk_norm_whole": True},
@@ -392,6 +393,8 @@ def test_layers_with_a_window_of_no_size(family, used):
     message = rf"sliding_window: expected a number, .*, got {got}"
     if family == "granitemoehybrid":
         message = "layer_types: expected mamba, linear_attention, attention, full_attention of each layer, got 'slid"
+    if family == "nemotron_h":
+        message = "layers_block_type: expected mamba, linear_attention, attention, full_attention, moe, mlp of each"
     if family in (
         "lfm2",
         "lfm2_moe",

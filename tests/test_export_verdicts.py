@@ -32,7 +32,7 @@ NOT_READ = {
     ("olmo3", "gguf"): "architecture olmo2 is not supported",
     ("gpt_oss", "gguf"): "TypeError: only 0-dimensional arrays",
 }
-OF_EXPERTS = ("olmoe", "mixtral", "qwen3_moe", "glm4_moe", "qwen3_5_moe_text", "qwen3_next")
+OF_EXPERTS = ("olmoe", "mixtral", "qwen3_moe", "glm4_moe", "qwen3_5_moe_text", "qwen3_next", "nemotron_h")
 OF_LATENTS = ("glm4_moe_lite", "deepseek_v2", "deepseek_v3")
 WITHOUT_GLOBAL_SCALES = {(family, "nvfp4") for family in (*OF_EXPERTS, *OF_LATENTS)}
 

@@ -36,6 +36,7 @@ FAMILIES = (
     "olmo3",
     "muse_glimmer_text",
     "granitemoehybrid",
+    "nemotron_h",
 )
 BASES = ("qlora_bnb", "qlora_fp8", "qlora_fp4")
 

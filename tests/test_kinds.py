@@ -19,6 +19,7 @@ from surojax.models.kinds.gated_mlp import SwiGLU
 from surojax.models.kinds.joined_mlp import JoinedMlp
 from surojax.models.kinds.latent_attention import LatentAttention
 from surojax.models.kinds.mamba2 import Mamba2
+from surojax.models.kinds.relu_mlp import ReluMlp
 from surojax.models.kinds.self_attention import Attention
 from surojax.models.kinds.short_conv import ShortConv
 from surojax.models.kinds.sublayer import ContextNumbers, OnGpu, Width
@@ -80,6 +81,7 @@ def test_float8_has_the_sites_of_the_products_in_their_order():
 
 
 JOINED = dataclasses.replace(EXPERTS, n_shared_experts=0, moe_shared_intermediate_size=20, mlp_joined=True)
+RELU = dataclasses.replace(JOINED, mlp_joined=False, hidden_act="relu2", one_purpose=True)
 GATED = dataclasses.replace(EXPERTS, n_shared_experts=0, shared_expert_intermediate_size=20)
 GATE_OF_ITS_OWN = dataclasses.replace(OPTIONS, attn_output_gate=False, attn_gate_proj=True)
 FUSED = dataclasses.replace(DELTA, linear_fused_projections=True)
@@ -103,6 +105,7 @@ def products_of(kind, config) -> list[Product]:
         (Attention, [OPTIONS, GATE_OF_ITS_OWN]),
         (SwiGLU, [CONFIG]),
         (JoinedMlp, [JOINED]),
+        (ReluMlp, [RELU]),
         (Experts, [EXPERTS, GATED, JOINED]),
         (GatedDelta, [DELTA, FUSED]),
         (Mamba2, [MAMBA]),
@@ -141,6 +144,7 @@ def test_no_two_products_of_a_block_share_random_numbers_or_a_site(kind, config)
         (Experts, GATED),
         (Experts, JOINED),
         (JoinedMlp, JOINED),
+        (ReluMlp, RELU),
         (GatedDelta, DELTA),
         (GatedDelta, FUSED),
         (Mamba2, MAMBA),
@@ -169,8 +173,10 @@ def test_every_matrix_may_have_an_adapter(kind, config):
         EXPERTS,
         GATED,
         JOINED,
+        dataclasses.replace(RELU, layer_types="experts"),
+        dataclasses.replace(CONFIG, hidden_act="relu2", one_purpose=True, layer_types="mlp"),
     ],
-    ids=["attention", "latent", "delta", "mamba", "conv", "experts", "gated", "joined"],
+    ids=["attention", "latent", "delta", "mamba", "conv", "experts", "gated", "joined", "no gate", "one MLP"],
 )
 def test_products_in_16_bits_have_operands_of_one_type(config):
     """Forward and backward; JAX multiplies in float32 if one operand is, in silence and at half the speed.

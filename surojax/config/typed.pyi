@@ -58,6 +58,8 @@ class ModelFields(Section):
     r"""decoder blocks."""
     layer_types: str
     r"""their mixers in turn, repeated: "conv,conv,full_attention"; "" = all have attention."""
+    one_purpose: bool
+    r"""each layer is a mixer or an MLP, which layer_types then has too: "mlp", or "experts" (Nemotron-H)."""
     linear_num_key_heads: int
     r"""key heads of mixers "linear_attention" (gated delta nets)."""
     linear_num_value_heads: int
@@ -166,8 +168,9 @@ class ModelFields(Section):
     r"""RMSNorm also on what attention and MLP add to the residual stream (Gemma 2, 3)."""
     post_norm_eps: float
     r"""added to the mean square in those norms; 0 = rms_norm_eps."""
-    hidden_act: Literal["silu", "gelu_pytorch_tanh", "clamped_swiglu"]
-    r"""of the MLP's gate: "silu", "gelu_pytorch_tanh" (Gemma) or "clamped_swiglu" (gpt-oss)."""
+    hidden_act: Literal["silu", "gelu_pytorch_tanh", "clamped_swiglu", "relu2"]
+    r"""of the MLP's gate: "silu", "gelu_pytorch_tanh" (Gemma) or "clamped_swiglu" (gpt-oss); "relu2": there is no
+    gate."""
     embedding_norm: bool
     r"""RMSNorm without weights on the embedding (Muse-Glimmer)."""
     scale_embedding: bool
@@ -547,6 +550,7 @@ class Sizes(TypedDict, total=False):
     expert_bias: bool
     num_hidden_layers: int
     layer_types: str
+    one_purpose: bool
     linear_num_key_heads: int
     linear_num_value_heads: int
     linear_key_head_dim: int
@@ -600,7 +604,7 @@ class Sizes(TypedDict, total=False):
     plain_final_norm: bool
     sandwich_norms: bool
     post_norm_eps: float
-    hidden_act: Literal["silu", "gelu_pytorch_tanh", "clamped_swiglu"]
+    hidden_act: Literal["silu", "gelu_pytorch_tanh", "clamped_swiglu", "relu2"]
     embedding_norm: bool
     scale_embedding: bool
     embedding_multiplier: float

@@ -78,7 +78,10 @@ def of_expert(name: str, expert: int) -> str:
 def names_together(
     shapes: dict[str, tuple[int, ...]], files: ExpertFiles
 ) -> dict[str, tuple[tuple[str, ...], tuple[int, ...]]]:
-    """{name in files with one tensor for all experts: (our names of its tensors, its shape)}. shapes: by our name."""
+    """{name in files with one tensor for all experts: (our names of its tensors, its shape)}. shapes: by our name.
+
+    Raises ConfigError for experts without a gate, which no files have so.
+    """
     sources = {}
     for name, shape in shapes.items():
         before, is_of_experts, last = name.rpartition(EXPERTS)
@@ -87,6 +90,8 @@ def names_together(
             continue
         matrix, _, kind = last.rpartition(".")
         end, (count, outputs, *inputs) = KINDS[f".{kind}"], shape
+        if matrix == HALVES[1] and f"{before}{EXPERTS}{HALVES[0]}.{kind}" not in shapes:
+            raise ConfigError(f"--experts-together: expected experts with a gate, got {name} alone; leave it out")
         if matrix == HALVES[0]:
             names = tuple(f"{before}{EXPERTS}{half}.{kind}" for half in HALVES)
             sources[before + files.gate_up + end] = (names, _stored(files, count, 2 * outputs, *inputs))

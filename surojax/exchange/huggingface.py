@@ -136,6 +136,8 @@ LISTS = (
     "full_attn_idxs",
     "mlp_layer_types",
     "layer_rope_theta",
+    "layers_block_type",
+    "mtp_layers_block_type",
 )
 WORDS = {bool: "true or false", int: "a whole number", float: "a number", list: "a list"}
 

@@ -13,6 +13,8 @@ from surojax.families.family import BY_EXPERT, ExpertFiles, ModelFamily
 from surojax.families.names import NUMBER, find_tensor, renamed
 from surojax.families.registry import FAMILIES, tensor_names
 
+MODULES = "model."  # the start of names in modules of transformers 5
+
 
 class Naming(NamedTuple):
     """The names in a model's files.
@@ -40,6 +42,12 @@ class Naming(NamedTuple):
         """Translates a name in files of the language model alone to that in the model's files."""
         return parts.in_whole(name) if self.in_whole else name
 
+    def in_adapters(self, name: str) -> str:
+        """Translates our name of a tensor or module to its name in adapters' files: that of transformers' modules."""
+        name = self.in_files(name)
+        root = MODULES if self.family is None else self.family.root
+        return MODULES + name.removeprefix(root) if name.startswith(root) else name
+
     def ours(self, name: str) -> str:
         """Translates a file's name of a tensor to ours: the inverse of `alone` and `in_files`.
 
@@ -47,6 +55,8 @@ class Naming(NamedTuple):
         otherwise (`ExpertFiles`), and transformers reads no such name.
         """
         name, number = expert_tensors.without_number(parts.alone(name))
+        if self.family and name.startswith(MODULES):
+            name = self.family.root + name.removeprefix(MODULES)
         for in_modules, in_files in self.family.spellings.items() if self.family else ():
             if name.endswith(f".{in_modules}"):
                 name = name.removesuffix(in_modules) + in_files

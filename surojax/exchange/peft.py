@@ -121,7 +121,7 @@ def save_adapter(
 
 def _written(name: str, naming: Naming) -> str:
     """Translates our name of an adapter's tensor to the file's."""
-    return PREFIX + naming.in_files(name.removeprefix(PREFIX))
+    return PREFIX + naming.in_adapters(name.removeprefix(PREFIX))
 
 
 def _ours(name: str, naming: Naming) -> str:

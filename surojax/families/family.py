@@ -226,7 +226,8 @@ class ModelFamily:
 
     tensors: our names of tensors, and theirs in safetensors files. canonical: our names, and those that the tensors
     have outside of these files; None: the files' own. spellings: {end of a tensor's name in the modules of
-    transformers 5: its end in files}, of tensors whose names differ there from most families' too. expert_files: how
+    transformers 5: its end in files}, of tensors whose names differ there from most families' too. root: the start of
+    names in files, for which modules, and so adapters, have "model." expert_files: how
     files have experts. gguf: None if its GGUF files are not read. further_layers: the key of config.json that counts
     layers behind the last one, which predict further tokens; their tensors are left aside; "": there are none.
     further_tensors: the start of the names of tensors that predict further tokens, which are left aside; "": none.
@@ -246,6 +247,7 @@ class ModelFamily:
     tensors: Mapping[str, str] = dataclasses.field(default_factory=lambda: TENSOR_NAMES)
     canonical: Mapping[str, str] | None = None
     spellings: Mapping[str, str] = MappingProxyType({})
+    root: str = "model."
     expert_files: ExpertFiles = BY_EXPERT
     gguf: Gguf | None = None
     further_layers: str = ""

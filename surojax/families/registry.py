@@ -14,6 +14,7 @@ from surojax.families.llama import LLAMA
 from surojax.families.mistral import MINISTRAL3, MISTRAL, MISTRAL3
 from surojax.families.mixtral import MIXTRAL
 from surojax.families.muse import MUSE_GLIMMER, MUSE_GLIMMER_IMAGES
+from surojax.families.nemotron_h import NEMOTRON_H
 from surojax.families.olmo import OLMO2, OLMO3
 from surojax.families.olmoe import OLMOE
 from surojax.families.qwen import QWEN2, QWEN3, QWEN3_MOE
@@ -50,6 +51,7 @@ FAMILIES: dict[str, ModelFamily] = {
         OLMO3,
         MUSE_GLIMMER,
         GRANITE_HYBRID,
+        NEMOTRON_H,
     )
 }
 IMAGE_TEXT_FAMILIES: dict[str, ImageTextFamily] = {

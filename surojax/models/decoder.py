@@ -13,21 +13,22 @@ from typing import Any
 import jax
 from flax import nnx
 
-from surojax.models.decoder_config import ATTENTION, DELTA, LATENT, MAMBA, SCORE, DecoderConfig
+from surojax.models.decoder_config import ATTENTION, DELTA, EXPERTS, LATENT, MAMBA, MLP, SCORE, DecoderConfig
 from surojax.models.kinds.experts import Experts
 from surojax.models.kinds.gated_delta import GatedDelta
 from surojax.models.kinds.gated_mlp import SwiGLU
 from surojax.models.kinds.joined_mlp import JoinedMlp
 from surojax.models.kinds.latent_attention import LatentAttention
 from surojax.models.kinds.mamba2 import Mamba2
+from surojax.models.kinds.relu_mlp import ReluMlp
 from surojax.models.kinds.self_attention import Attention
 from surojax.models.kinds.short_conv import ShortConv
-from surojax.models.kinds.sublayer import LayerKinds, Mixer, Mlp
+from surojax.models.kinds.sublayer import LayerKinds, Mixer, Mlp, NoMixer, NoMlp
 from surojax.models.layers import norm_weight, parameter
 from surojax.models.linear import linear
 from surojax.models.lora import add_adapters
 from surojax.models.model import DEFAULT, ROUTES, Cache, Earlier, Routed, Routing, Variant
-from surojax.models.operations import Operations, normalised, softcapped
+from surojax.models.operations import RELU2, Operations, normalised, softcapped
 from surojax.models.recompute import recomputed
 from surojax.placement.param import VOCABULARY, Kind
 
@@ -49,8 +50,11 @@ MIXERS: dict[str, type[Mixer]] = {
 
 def sublayer_types(config: DecoderConfig) -> tuple[type[Mixer], type[Mlp]]:
     """The classes of a layer's mixer and MLP. config: of layers that are alike, see `DecoderConfig.segments`."""
-    mlp = Experts if config.num_experts else JoinedMlp if config.mlp_joined else SwiGLU
-    return MIXERS[config.layer_types or ATTENTION], mlp
+    gated = JoinedMlp if config.mlp_joined else SwiGLU
+    mlp = Experts if config.num_experts else ReluMlp if config.hidden_act == RELU2 else gated
+    if config.layer_types in (MLP, EXPERTS):
+        return NoMixer, mlp
+    return MIXERS[config.layer_types or ATTENTION], NoMlp if config.one_purpose else mlp
 
 
 def declarations(config: DecoderConfig) -> dict[str, LayerKinds]:
@@ -67,7 +71,8 @@ class Block(nnx.Module):
     """Computes a decoder layer: x + mixer(norm(x)), then x + mlp(norm(x)).
 
     Training, sampling and the plain `Decoder` share this definition. With sandwich norms it is
-    x + norm(mixer(norm(x))), then x + norm(mlp(norm(x))); without input norms the inner ones are left out.
+    x + norm(mixer(norm(x))), then x + norm(mlp(norm(x))); without input norms the inner ones are left out. Layers of
+    one purpose have the mixer or the MLP alone, and the first norm.
 
     A subclass computes something else: `__call__` has to use `ops`, `cache` and `routing` as here, `__init__` may add
     parameters (`layers.parameter`), and `handed_on` returns what a chunk hands on, if `sequence_chunks` divides the
@@ -84,10 +89,12 @@ class Block(nnx.Module):
         if config.input_norms:
             self.attention_norm = norm()
         self.mixer_name = mixer.name
-        setattr(self, mixer.name, mixer(config, rngs=rngs))
-        if config.input_norms:
+        if mixer is not NoMixer:
+            setattr(self, mixer.name, mixer(config, rngs=rngs))
+        if config.input_norms and not config.one_purpose:
             self.mlp_norm = norm()
-        self.mlp: Any = mlp(config, rngs=rngs)
+        if mlp is not NoMlp:
+            self.mlp: Any = mlp(config, rngs=rngs)
         if config.sandwich_norms:
             self.attention_out_norm = norm()
             self.mlp_out_norm = norm()
@@ -100,6 +107,8 @@ class Block(nnx.Module):
 
     def handed_on(self, x_BSD: jax.Array, ops: Operations, before: Cache | Earlier) -> Cache | Earlier:
         """Computes what later chunks read of a chunk x `[B, C, D]`: its keys and values, or the state after it."""
+        if not self.mixer_name and isinstance(before, Cache):
+            return before
         normed_BSD = x_BSD
         if self.config.input_norms:
             how = self.config.rms_norm_eps, self.config.norm_plus_one
@@ -139,6 +148,19 @@ class Block(nnx.Module):
                 return total_BSD, total_BSD
             return ops.add_and_norm(x_BSD, residual_BSD, self.mlp_norm[...], *how, self.mlp.input)
 
+        if c.one_purpose:
+            only, site = (attention, self.mixer.input) if self.mixer_name else (mlp, self.mlp.input)
+
+            def first(x_BSD):
+                return ops.add_and_norm(x_BSD, None, self.attention_norm[...], *how, site)
+
+            enabled = again.att if self.mixer_name else again.ffn
+            if again.norm:
+                y_BSD, result = recomputed(lambda x: only(x, lambda x: first(x)[0]), enabled)(x_BSD)
+            else:
+                y_BSD, x_BSD = first(x_BSD)
+                y_BSD, result = recomputed(only, enabled)(y_BSD)
+            return (x_BSD + y_BSD, result, None) if self.mixer_name else (x_BSD + y_BSD, cache, result)
         if again.norm:
             attended_BSD, cache = recomputed(lambda x: attention(x, lambda x: attention_norm(x)[0]), again.att)(x_BSD)
             x_BSD = x_BSD + attended_BSD

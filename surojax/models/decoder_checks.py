@@ -7,10 +7,12 @@ from typing import Any
 
 from pallas_kernels.flash_attention import HEADS
 from surojax.errors import need
+from surojax.models import decoder_config
 from surojax.models.attention import fits_cudnn, fits_mosaic
 from surojax.models.decoder import MIXERS
-from surojax.models.decoder_config import ATTENTION, DELTA, LATENT, MAMBA, channels
+from surojax.models.decoder_config import ATTENTION, DELTA, LATENT, MAMBA, MLP, channels
 from surojax.models.kinds.experts import SIGMOID
+from surojax.models.operations import RELU2
 from surojax.models.rotary import ROPE_USES
 from surojax.refusals.features import (
     BY_LAYER,
@@ -100,9 +102,14 @@ def mixers_of(settings: Mapping[str, Any]) -> set[str]:
 def _check_mixers(c) -> None:
     """Checks layer_types, the mixers of the layers."""
     types = c.model.layer_types.split(",") if c.model.layer_types else []
-    expected = f"mixers of layers, separated by commas: {', '.join(MIXERS)}"
+    known = (*MIXERS, *((MLP, decoder_config.EXPERTS) if c.model.one_purpose else ()))
+    expected = f"mixers of layers, separated by commas: {', '.join(known)}"
     for name in types:
-        need(name.strip() in MIXERS, "model.layer_types", expected, name.strip() or c.model.layer_types, "correct it")
+        need(name.strip() in known, "model.layer_types", expected, name.strip() or c.model.layer_types, "correct it")
+    has_experts = decoder_config.EXPERTS in mixers_of(c.model)
+    ok = not c.model.one_purpose or has_experts == bool(c.model.num_experts)
+    expected = f"{'more than' if has_experts else ''} 0 with layer_types={c.model.layer_types!r}"
+    need(ok, "model.num_experts", expected.strip(), c.model.num_experts, "name layers of experts there, or none")
     layers = c.model.num_hidden_layers
     expected = f"at most num_hidden_layers={layers} mixers, which repeat"
     need(len(types) <= layers, "model.layer_types", expected, len(types), "leave some out")
@@ -207,6 +214,8 @@ router_losses = (
     is_set("router_aux_loss_coef", 0.01, IN_ONE_GROUP),
     is_set("router_z_loss_coef", 0.001, IN_ONE_GROUP),
 )
+one_purpose = is_on("model.one_purpose")
+without_gate = is_set("model.hidden_act", RELU2)
 sigmoid = is_set("model.scoring_func", "sigmoid", EXPERTS)
 shared = is_set("model.n_shared_experts", 1, EXPERTS)
 shared_width = is_set("model.moe_shared_intermediate_size", 64, EXPERTS)
@@ -404,6 +413,15 @@ REFUSALS = (
     Refusal(gated_shared, shared_width, "with which it is not built", "leave one of them out"),
     Refusal(shared, shared_width, "which is the width of all of them", "leave one of them out"),
     Refusal(is_on("model.mlp_joined"), no_plain_mlp, "which does not use it", "leave it out"),
+    Refusal(is_on("model.mlp_joined"), without_gate, "which has no gate", "leave one of them out"),
+    Refusal(is_on("model.expert_bias", **EXPERTS), without_gate, "with which it is not built", "leave it out"),
+    Refusal(gated_shared, without_gate, "with which it is not built", "leave one of them out"),
+    *refuse_each(
+        (is_on("model.sandwich_norms"), dense_first, is_set("pp_size", 2)),
+        one_purpose,
+        "with which it is not built",
+        "leave one of them out",
+    ),
     Refusal(is_on("model.expert_bias", **EXPERTS), sigmoid, "with which it is not built", "leave one of them out"),
     *refuse_each(OF_DELTA, no_delta, "which does not use it", f"leave it out, or put {DELTA} into model.layer_types"),
     Refusal(is_set("master_dtype", "bfloat16"), delta, "whose decays are float32", "set it to 'float32'"),

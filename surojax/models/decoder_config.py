@@ -9,7 +9,7 @@ from surojax.declared import AT_LEAST_0, AT_LEAST_1, POSITIVE, Facts, computed, 
 from surojax.models.kinds.experts import SCORING
 from surojax.models.lora import Lora
 from surojax.models.model import Variant
-from surojax.models.operations import ACTIVATIONS
+from surojax.models.operations import ACTIVATIONS, RELU2
 from surojax.models.rotary import NO_ROTATION, RopeScaling
 from surojax.numerics.recipes import Precision
 
@@ -22,6 +22,7 @@ OF_EXPERTS += ("first_k_dense_replace",)
 MAMBA = "mamba2"  # the mixer of state spaces (Granite-4-H, Nemotron-H)
 LATENT = "latent_attention"  # the mixer of keys and values that are expanded from a latent (DeepSeek)
 ATTENTION = "full_attention"  # the mixer of layers whose segments have no other name
+MLP, EXPERTS = "mlp", "experts"  # layers of one_purpose models without a mixer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,6 +72,8 @@ class DecoderConfig:
     num_hidden_layers: int = declare(12, AT_LEAST_1)
     # their mixers in turn, repeated: "conv,conv,full_attention"; "" = all have attention
     layer_types: str = ""
+    # each layer is a mixer or an MLP, which layer_types then has too: "mlp", or "experts" (Nemotron-H)
+    one_purpose: bool = False
     # key heads of mixers "linear_attention" (gated delta nets)
     linear_num_key_heads: int = declare(16, AT_LEAST_1)
     # their value heads, a multiple of the key heads; each has a state
@@ -154,8 +157,8 @@ class DecoderConfig:
     sandwich_norms: bool = False
     # added to the mean square in those norms; 0 = rms_norm_eps
     post_norm_eps: float = declare(0.0, AT_LEAST_0)
-    # of the MLP's gate: "silu", "gelu_pytorch_tanh" (Gemma) or "clamped_swiglu" (gpt-oss)
-    hidden_act: str = declare("silu", choices=tuple(ACTIVATIONS))
+    # of the MLP's gate: "silu", "gelu_pytorch_tanh" (Gemma) or "clamped_swiglu" (gpt-oss); "relu2": there is no gate
+    hidden_act: str = declare("silu", choices=(*ACTIVATIONS, RELU2))
     # RMSNorm without weights on the embedding (Muse-Glimmer)
     embedding_norm: bool = False
     # the embedding is multiplied by sqrt(hidden_size) (Gemma)
@@ -210,7 +213,7 @@ class DecoderConfig:
         return tuple(variant(l, mixer) for l, mixer in enumerate(self.mixers()))
 
     def mixers(self) -> tuple[str, ...]:
-        """The mixer of each layer: a key of `decoder.MIXERS`."""
+        """The mixer of each layer: a key of `decoder.MIXERS`; with one_purpose also "mlp" or "experts"."""
         types = [name.strip() for name in self.layer_types.split(",")] if self.layer_types else [ATTENTION]
         return tuple(types[l % len(types)] for l in range(self.num_hidden_layers))
 
@@ -218,7 +221,7 @@ class DecoderConfig:
         """The layers of each segment by its name, in the order of their first layers.
 
         Layers of a segment have equal parameters. Attention has the names "dense" and "blocks", another mixer its own,
-        with "_dense" before layers with experts.
+        with "_dense" before layers with experts. Layers without a mixer are "mlp" and "experts".
         """
         dense = self.first_k_dense_replace
         numbers: dict[tuple[str, bool], list[int]] = {}
@@ -227,7 +230,8 @@ class DecoderConfig:
 
         def of_layers(mixer: str, is_dense: bool) -> DecoderConfig:
             changes: dict[str, Any] = {"layer_types": mixer} if self.layer_types else {}
-            if dense:
+            is_dense = is_dense or (self.one_purpose and mixer != EXPERTS)
+            if dense or self.one_purpose:
                 changes["lora"] = self.lora and self.lora.of_layers(with_experts=not is_dense)
             if is_dense:
                 changes |= dict.fromkeys(OF_EXPERTS, 0)

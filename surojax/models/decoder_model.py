@@ -154,7 +154,7 @@ def _segment(
     block, block_forward, block_backward = _block_functions(layer_config, compute, declared, trained)
     last_products = ()
     if not config.sandwich_norms and block_type is Block:  # a block of one's own may do anything with them
-        mlp = params["mlp"]
+        mlp = params.get("mlp", {})
         last_products = tuple(part[key] for part in (mlp, mlp.get(SHARED, {})) for key in LAST if key in part)
     kinds = declarations(config)[name]
     return Segment(

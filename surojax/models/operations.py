@@ -77,6 +77,15 @@ ACTIVATIONS: dict[str, Callable[[jax.Array, jax.Array], jax.Array]] = {
 }
 
 
+RELU2 = "relu2"  # the activation of MLPs without a gate
+
+
+@save_inputs_only
+def squared_relu(x: jax.Array) -> jax.Array:
+    """Returns the squares of the numbers that are positive, and 0 for the others."""
+    return jnp.square(jax.nn.relu(x))
+
+
 @functools.partial(save_inputs_only, static_argnums=2)
 def gated(gate: jax.Array, up: jax.Array, activation: str) -> jax.Array:
     """Returns activation(gate) * up (Shazeer 2020), or another row of `ACTIVATIONS`.

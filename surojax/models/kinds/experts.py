@@ -3,7 +3,7 @@
     logits  = x r^T                         r [E, D], the products' results in float32
     chosen  = the k largest                 ties: the expert with the lower number
     weight  = softmax(logits) of the chosen, divided by their sum with `norm_topk_prob`, x `routed_scaling_factor`
-    y       = sum over the chosen of weight (silu(x Wg^T) * x Wu^T) Wd^T
+    y       = sum over the chosen of weight (silu(x Wg^T) * x Wu^T) Wd^T      or of weight relu(x Wu^T)^2 Wd^T
 
 With `scoring_func` "sigmoid" the weight is of sigmoid(logits), and the k largest of sigmoid(logits) + bias are chosen
 (DeepSeek-V3, arXiv:2412.19437, eq. 12 to 16). That bias decides and weighs nothing, so it has no gradient; no update
@@ -46,6 +46,7 @@ from surojax.models.grouped import (
 )
 from surojax.models.kinds.gated_mlp import DOWN, GATE, UP, SwiGLU
 from surojax.models.kinds.joined_mlp import JoinedMlp
+from surojax.models.kinds.relu_mlp import ReluMlp
 from surojax.models.kinds.self_attention import times_sigmoid
 from surojax.models.kinds.sublayer import FileNames, Mlp, Target, Width, undivided
 from surojax.models.layers import ADAPTER, parameter, projection, vector
@@ -53,7 +54,7 @@ from surojax.models.linear import Product, router_product
 from surojax.models.linear_fp8 import products_with_experts, whole_input
 from surojax.models.lora import low_rank
 from surojax.models.model import ROUTES, Routed, Routing, Segment
-from surojax.models.operations import Operations, gated
+from surojax.models.operations import RELU2, Operations, gated, squared_relu
 from surojax.models.recompute import DECIDED, recomputed, save_inputs_only
 from surojax.models.router_losses import RouterStatistics
 from surojax.parallel import expert_dispatch
@@ -80,7 +81,7 @@ class Experts(Mlp):
     """Experts with SwiGLU, or with another activation in place of silu, and their router."""
 
     has_experts = True
-    adapted_together = ("w_gate", "w_up")  # in PEFT, by one adapter
+    adapted_together = ("w_gate", "w_up")  # in PEFT, by one adapter, of experts with a gate
     tensors: ClassVar = {
         "router": FileNames("mlp.gate.weight", "ffn_gate_inp.weight"),
         "w_gate": FileNames("mlp.experts.gate_proj.weight", "ffn_gate_exps.weight"),
@@ -117,7 +118,8 @@ class Experts(Mlp):
             self.shared_expert_gate = parameter(rngs, (1, D), ("labels", "embed"), normal, **gate)
         used: Any = {"used": c.num_experts_per_tok / E}
         self.router = parameter(rngs, (E, D), (ROUTED, "embed"), normal, Kind.ROUTER)
-        self.w_gate = parameter(rngs, (E, F, D), (EXPERTS, "mlp", "embed"), normal, product=GATE, **used)
+        if c.hidden_act != RELU2:
+            self.w_gate = parameter(rngs, (E, F, D), (EXPERTS, "mlp", "embed"), normal, product=GATE, **used)
         self.w_up = parameter(rngs, (E, F, D), (EXPERTS, "mlp", "embed"), normal, product=UP, **used)
         self.w_down = parameter(rngs, (E, D, F), (EXPERTS, "embed", "mlp"), out, product=DOWN, **used)
         if c.expert_bias:
@@ -155,7 +157,13 @@ class Experts(Mlp):
     @property
     def shared_type(self) -> type[Mlp]:
         """The class of experts that every token uses."""
-        return JoinedMlp if self.config.mlp_joined else SwiGLU
+        gated = JoinedMlp if self.config.mlp_joined else SwiGLU
+        return ReluMlp if self.config.hidden_act == RELU2 else gated
+
+    @property
+    def matrices(self) -> tuple[str, ...]:
+        """The names of an expert's matrices."""
+        return ("w_up", "w_down") if self.config.hidden_act == RELU2 else ("w_gate", "w_up", "w_down")
 
     def __call__(
         self, x_BSD: jax.Array, ops: Operations, norm=None, routing: Routing = ROUTES
@@ -222,7 +230,7 @@ class Experts(Mlp):
         x_ND, chosen_Nk, weights_Nk = (a.reshape(-1, a.shape[-1]) for a in (x_BSD, chosen_BSk, weights_BSk))
         if expert_dispatch.in_group():
             y_ND = self.sum_over_devices(x_ND, chosen_Nk, weights_Nk, weights, ops)
-        elif ops.groups_products(weights.arrays["w_gate"], adapted=bool(weights.factors)):
+        elif ops.groups_products(weights.arrays["w_up"], adapted=bool(weights.factors)):
             y_ND = self.sum_by_kernel(x_ND, chosen_Nk, weights_Nk, weights, ops)
         else:
             y_ND = self.sum_by_loop(x_ND, weights_Nk, blocks_of(chosen_Nk, self.config.num_experts), weights, ops)
@@ -244,7 +252,7 @@ class Experts(Mlp):
         arrays, factors = weights
         trained, fixed = (factors, arrays) if ops.frozen else (arrays | factors, {})
         if ops.seed is not None:  # an argument: a function with a backward pass of its own may not close over arrays
-            fixed = fixed | {SEED: jnp.broadcast_to(ops.seed, len(arrays["w_gate"]))}
+            fixed = fixed | {SEED: jnp.broadcast_to(ops.seed, len(arrays["w_up"]))}
 
         def mlp_of_block(trained, fixed, x_RD, weight_R, number):
             w = fixed | trained
@@ -306,7 +314,7 @@ class Experts(Mlp):
 
         These are the devices with other tokens x, or with other parts of the width.
         """
-        names = "w_gate", "w_up", "w_down"
+        names = self.matrices
         biases = ("b_gate", "b_up") if self.config.expert_bias else ()
         adapters = {name: adapter for name in names if (adapter := getattr(self, name + ADAPTER, None))}
         arrays: Any = {name: getattr(self, name)[...] for name in (*names, *biases)}
@@ -316,7 +324,10 @@ class Experts(Mlp):
 
     def _mlp(self, product: Callable, x_RD: jax.Array, weight_R: jax.Array) -> jax.Array:
         """Computes the MLP of rows, times the rows' weights. product: (rows, name of a matrix) -> rows."""
-        h_RF = gated(product(x_RD, "w_gate"), product(x_RD, "w_up"), self.config.hidden_act)
+        if self.config.hidden_act == RELU2:
+            h_RF = squared_relu(product(x_RD, "w_up"))
+        else:
+            h_RF = gated(product(x_RD, "w_gate"), product(x_RD, "w_up"), self.config.hidden_act)
         return product((h_RF.astype(jnp.float32) * weight_R[:, None]).astype(h_RF.dtype), "w_down")
 
     # -- declarations --------------------------------------------------------------------------------------------------
@@ -332,7 +343,9 @@ class Experts(Mlp):
 
     def targets(self) -> Sequence[Target]:
         own, *shared = self.widths()
-        targets = [self.target(matrix, own, of_experts=True) for matrix in SwiGLU.tensors]
+        # PEFT has adapters of experts without a gate, too: these are not built.
+        adapted = SwiGLU.tensors if "w_gate" in self.matrices else ()
+        targets = [self.target(matrix, own, of_experts=True) for matrix in adapted]
         if self.shared_width:
             for target in self.shared_type(self.config_of_shared).targets():
                 matrix = f"{SHARED}.{target.matrix.rpartition('.')[2]}"

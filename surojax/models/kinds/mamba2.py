@@ -132,8 +132,10 @@ class Mamba2(Mixer):
         return [width._replace(parts=c.mamba_n_groups) for width in (values, keys)]
 
     def targets(self) -> Sequence[Target]:
+        """PEFT refuses adapters of `out_proj` in nemotron_h, whose kernels pass it by."""
         values, _ = self.widths()
-        return [self.target("w_in", values._replace(size=sum(self.projected))), self.target("w_out", values)]
+        targets = [self.target("w_in", values._replace(size=sum(self.projected))), self.target("w_out", values)]
+        return targets[:1] if self.config.one_purpose else targets
 
     def decode_state(self, rows: int, positions: int, dtype) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
         """Shapes of the heads' states `[B, G, r, n, p]`, and of the convolution's latest inputs `[B, P, C]`."""

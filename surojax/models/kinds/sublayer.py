@@ -209,6 +209,21 @@ class Mlp(Sublayer):
     has_experts: ClassVar[bool] = False
 
 
+class NoMixer(Mixer):
+    """In place of the mixer of layers that have an MLP alone."""
+
+    name = ""
+    input = ""
+    tensors: ClassVar = {}
+
+
+class NoMlp(Mlp):
+    """In place of the MLP of layers that have a mixer alone."""
+
+    input = ""
+    tensors: ClassVar = {}
+
+
 class LayerKinds(NamedTuple):
     """The sublayers of a segment's layers, as declarations."""
 
