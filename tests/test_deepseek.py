@@ -1,6 +1,6 @@
-"""Families against transformers in float64: GLM-4.7-Flash, DeepSeek-V2, -V3, OLMo 2, 3 and Muse-Glimmer.
+"""Families against transformers in float64: GLM-4.7-Flash, DeepSeek-V2, -V3, OLMo, Muse-Glimmer, Granite-4, Nemotron-H.
 
-Their references are made by `fixtures/make_deepseek_reference.py` and `fixtures/make_olmo_reference.py`.
+Their references: `fixtures/make_deepseek_reference.py`, `make_olmo_reference.py` and `make_mamba2_reference.py`.
 """
 
 import dataclasses
@@ -123,7 +123,7 @@ def loss_and_gradients(layers: ByLayer, case: str):
     return jax.value_and_grad(lambda params: mean_loss(layers.logits(params, tokens), labels))
 
 
-@pytest.mark.parametrize("case", quick_at([(case,) for case in CASES], 5, 9, 16))
+@pytest.mark.parametrize("case", quick_at([(case,) for case in CASES], 5, 9, 16, 25))
 def test_logits_are_those_of_transformers(in_float64, case):  # noqa: F811
     layers = ByLayer(model_of(case))
     found = layers.logits(params_of(layers, case), jnp.asarray(REFERENCE[f"{case}/tokens"]))

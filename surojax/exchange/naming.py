@@ -56,7 +56,8 @@ class Naming(NamedTuple):
         """
         name, number = expert_tensors.without_number(parts.alone(name))
         if self.family and name.startswith(MODULES):
-            name = self.family.root + name.removeprefix(MODULES)
+            in_files = self.family.root + name.removeprefix(MODULES)
+            name = in_files if find_tensor(in_files, self.family.tensors) else name
         for in_modules, in_files in self.family.spellings.items() if self.family else ():
             if name.endswith(f".{in_modules}"):
                 name = name.removesuffix(in_modules) + in_files
