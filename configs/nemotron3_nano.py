@@ -3,8 +3,8 @@
     surojax train --config nemotron3_nano --config.model_path=MODEL --config.data=chats.jsonl
 
 A layer is Mamba2, experts, or attention; a token uses 6 of the 128 experts of a layer, and one more that all tokens
-use. By estimate for an RTX 4090, neither compiled nor run: 13 GiB, 15 GiB of host memory, and 3.5 s a step of 8,192
-tokens; all resident, with --config.offload_weights=False --config.per_device_batch_size=1, 20.5 GiB.
+use. By estimate for an RTX 4090, neither compiled nor run: 11 GiB, 15 GiB of host memory, and 3.5 s a step of 8,192
+tokens; all resident, with --config.offload_weights=False --config.per_device_batch_size=1, 20.0 GiB.
 """
 
 from surojax.config import default_config

@@ -173,8 +173,8 @@ class Mamba2(Mixer):
     def _group_bytes(self, tokens: int, heads: int) -> int:
         """Bytes of the float32 values of a row's group of chunks.
 
-        Compiled for an RTX 4090, forward and backward: 345 MiB of 2,048 tokens of Nemotron-3 Nano, 510 MiB of 8,192, and
-        361 MiB of Granite-4-H-Tiny, about 3 times what the pairs of a chunk's tokens, a state's row and a value take.
+        Compiled for an RTX 4090, forward and backward: 345 MiB of 2,048 tokens of Nemotron-3 Nano, 510 MiB of 8,192,
+        and 361 MiB of Granite-4-H-Tiny: 3 times what the pairs of a chunk's tokens, a state's row and a value take.
         """
         c = self.config
         numbers = CHUNK + c.mamba_d_state + c.mamba_d_head
