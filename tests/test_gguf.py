@@ -223,13 +223,20 @@ def test_positions_are_stretched_as_the_file_says(tmp_path, said, expected):
 
 
 # How llama.cpp splits SPLIT before merges, by the name of the rule: contractions in capitals, digits, a letter behind a
-# bracket, and ends of lines tell the rules apart.
-SPLIT = "I'M 12345(the\n\nx"
-GPT2 = ["I", "'", "M", " 12345", "(", "the", "\n", "\n", "x"]
-DIGITS = ["I", "'", "M", " ", *"12345", "(", "the", "\n", "\n", "x"]
-LLAMA3 = ["I", "'M", " ", "123", "45", "(the", "\n\n", "x"]
-QWEN2 = ["I", "'M", " ", *"12345", "(the", "\n\n", "x"]
-SPLITS = {"default": GPT2, "gpt-2": GPT2, "smollm": DIGITS, "llama-bpe": LLAMA3, "llama3": LLAMA3, "llama-v3": LLAMA3}
+# bracket, ends of lines, a capital within a word, a vowel sign behind a letter, a slash behind a bracket, and a kanji
+# behind a letter tell the rules apart.
+SPLIT = "I'M 12345(the\n\nxY की)/z字"
+GPT2 = ["I", "'", "M", " 12345", "(", "the", "\n", "\n", "xY", " क", "ी)/", "z字"]
+DIGITS = ["I", "'", "M", " ", *"12345", *GPT2[4:]]
+CL100K = ["I", "'M", " ", "123", "45", "(the", "\n\n", "xY", " क", "ी)/", "z字"]
+QWEN2 = ["I", "'M", " ", *"12345", "(the", "\n\n", "xY", " क", "ी)/", "z字"]
+QWEN35 = [*QWEN2[:-3], " की", ")/", "z字"]
+O200K = ["I'M", " ", "123", "45", "(the", "\n\n", "x", "Y", " की", ")/", "z字"]
+TEKKEN = ["I", "'M", " ", *"12345", *O200K[4:]]
+DEEPSEEK3 = ["I", "'M", " ", "123", "45", "(the", "\n\n", "xY", " की", ")/", "z", "字"]
+OF_LLAMA3 = ("llama-bpe", "llama3", "llama-v3", "lfm2")
+SPLITS = {"default": GPT2, "gpt-2": GPT2, "smollm": DIGITS, "gpt-4o": O200K, "tekken": TEKKEN, "deepseek-v3": DEEPSEEK3}
+SPLITS |= dict.fromkeys((*OF_LLAMA3, "dbrx", "glm4", "chatglm-bpe"), CL100K) | {"qwen35": QWEN35}
 SPLITS |= {"qwen2": QWEN2, "deepseek-r1-qwen": QWEN2}
 
 
@@ -239,7 +246,11 @@ def test_every_rule_splits_as_that_of_llama_cpp(tmp_path, rule):
     tokenizer = load_tokenizer(str(write_file(tmp_path / "x.gguf", "llama", tokenizer={"pre": rule})))
     pieces = tokenizer._tokenizer.pre_tokenizer.pre_tokenize_str(SPLIT)  # type: ignore[attr-defined]
     assert [SPLIT[start:stop] for _, (start, stop) in pieces] == SPLITS[rule or "default"]
-    assert tokenizer.adds_bos == (SPLITS[rule or "default"] is LLAMA3)
+    assert tokenizer.adds_bos == (rule in OF_LLAMA3)
+    said = json.loads(tokenizer._tokenizer.to_str())  # type: ignore[attr-defined]
+    assert said["model"]["ignore_merges"] == (rule in (*OF_LLAMA3, "tekken"))
+    assert (said["normalizer"] is not None) == ("qwen" in rule)
+    assert set(gguf_tokenizer.RULES) == SPLITS.keys()
 
 
 @pytest.mark.parametrize(
@@ -328,7 +339,7 @@ def test_tokenizers_split_as_the_file_says(tmp_path):
     "changes, message",
     [
         ({"model": "llama"}, r"expected tokenizer\.ggml\.model 'gpt2' \(byte-level BPE\), got 'llama'; set tokenizer"),
-        ({"pre": "tekken"}, r"expected tokenizer\.ggml\.pre default, .*, got 'tekken'; set tokenizer"),
+        ({"pre": "jais"}, r"expected tokenizer\.ggml\.pre default, .*, got 'jais'; set tokenizer"),
         ({"merges": ["a b c"]}, r"expected tokens, their kinds and merges of two, got others"),
         ({"merges": ["zz z"]}, r"expected a tokenizer, got one that is inconsistent"),
     ],

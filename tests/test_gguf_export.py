@@ -20,7 +20,7 @@ from test_huggingface import config as config_of, stored, write
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from surojax import ConfigError
-from surojax.data.gguf_tokenizer import LLAMA3, QWEN2
+from surojax.data.gguf_tokenizer import RULES, WRITTEN
 from surojax.data.tokenizer import load_tokenizer
 from surojax.exchange import gguf_export
 from surojax.exchange.gguf_export import check_gguf_path
@@ -43,17 +43,17 @@ def tokenizer_json(rule: str = "gpt-2", flags: dict | None = None) -> str:
     tokens = [*LETTERS, *(letter for letter in BYTES if letter not in LETTERS), *TOKENS[len(LETTERS) :]]
     vocabulary = {token: i for i, token in enumerate(tokens)}
     merges = [(left, right) for left, _, right in (merge.partition(" ") for merge in MERGES)]
-    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=rule == "llama-bpe"))
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=rule in ("llama-bpe", "tekken")))
     if rule == "gpt-2":
         tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     elif rule == "smollm":
         digits = pre_tokenizers.Digits(individual_digits=True)
         tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, pre_tokenizers.ByteLevel(add_prefix_space=False)])
     else:
-        split = pre_tokenizers.Split(Regex(QWEN2 if rule == "qwen2" else LLAMA3), behavior="isolated")
+        splits = [pre_tokenizers.Split(Regex(step), behavior="isolated") for step in RULES[rule].steps]
         bytes_ = pre_tokenizers.ByteLevel(add_prefix_space=False, trim_offsets=False, use_regex=False)
-        tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, bytes_])
-    if rule == "qwen2":
+        tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*splits, bytes_])
+    if rule.startswith("qwen"):
         tokenizer.normalizer = normalizers.NFC()
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(token, normalized=False, **(flags or {})) for token in TOKENS[:2]])
@@ -126,7 +126,7 @@ def test_matrices_have_the_type_that_was_asked_for(tmp_path):
             np.testing.assert_array_equal(weights.read(name), array if array.ndim == 1 else expected, err_msg=name)
 
 
-@pytest.mark.parametrize("rule", ["smollm", "llama-bpe", "qwen2", "gpt-2"])
+@pytest.mark.parametrize("rule", WRITTEN)
 def test_tokenizers_come_back(tmp_path, rule):
     """Tokens of texts, special ones, template and padding; the rule by which text is split has llama.cpp's name."""
     folder = folder_of(tmp_path / "in", "llama", rule, template="{{ messages }}")
@@ -194,7 +194,7 @@ def test_bad_input_writes_nothing(tmp_path):
         convert.convert(folder, out)
     content = json.loads(tokenizer_json("smollm")) | {"normalizer": {"type": "NFC"}}
     (folder / "tokenizer.json").write_text(json.dumps(content))
-    with pytest.raises(ConfigError, match=r"expected a tokenizer that splits text as smollm, llama-bpe, qwen2, gpt-2"):
+    with pytest.raises(ConfigError, match=r"expected a tokenizer that splits text as smollm, llama-bpe, dbrx, .*, gpt-2 of"):
         convert.convert(folder, out)
     (folder / "tokenizer.json").write_text(tokenizer_json())
     said = r"^--dtype: expected numbers within float16, got larger ones in .*up_proj"

@@ -6,7 +6,7 @@ GGUF stores tokens, merges and kinds of tokens, and names the rule by which text
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from surojax.data.chat_files import own_turn_ends
 from surojax.data.tokenizer import Tokenizer
@@ -15,13 +15,38 @@ from surojax.errors import ConfigError
 from surojax.own_files import Optional, check_form
 from surojax.untrusted import check_file
 
-LLAMA3 = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
-    r"|\s+(?!\S)|\s+"
+
+class Rule(NamedTuple):
+    """How a tokenizer splits text before it merges bytes.
+
+    steps: regular expressions, or "gpt2", that of the tokenizers library itself, or "digits", each digit alone; each
+    step splits the pieces of the one before. composes: text is brought into the normal form NFC first. whole: a piece
+    that is a token is one, whatever the merges say. begins: texts begin with BOS if the file does not say.
+    """
+
+    steps: tuple[str, ...]
+    composes: bool = False
+    whole: bool = False
+    begins: bool = False
+
+
+# The regular expressions of published files of tokenizer.json.
+_CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_ENDS = r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+CL100K = rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*{_ENDS}"
+QWEN2 = CL100K.replace(r"\p{N}{1,3}", r"\p{N}")
+QWEN35 = rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+|\p{{N}}| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*{_ENDS}"
+_CAPITALS, _SMALL = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_WORDS = rf"[^\r\n\p{{L}}\p{{N}}]?{_CAPITALS}*{_SMALL}+X|[^\r\n\p{{L}}\p{{N}}]?{_CAPITALS}+{_SMALL}*X"
+_O200K_ENDS = rf"| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*{_ENDS}"
+O200K = _WORDS.replace("X", f"{_CONTRACTIONS}?") + r"|\p{N}{1,3}" + _O200K_ENDS
+TEKKEN = _WORDS.replace("X", "") + r"|\p{N}" + _O200K_ENDS
+DEEPSEEK3 = (
+    r"\p{N}{1,3}",
+    "[一-龥\u3040-ゟ゠-ヿ]+",
+    r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*"""
+    + _ENDS,
 )
-QWEN2 = LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
-# The rules for splitting, by the name in the file: "gpt2" is that of the tokenizers library itself, "digits" the same
-# after every digit is split off, and the others are regular expressions.
 NAMED = "tokenizer.chat_template."  # before the names of further chat templates, in keys
 _ID = Optional(range(2**32))
 # Types of the metadata's values that are read, see own_files.py.
@@ -35,18 +60,28 @@ FORM = {
     "tokenizer.ggml.add_bos_token": Optional(bool),
     **{f"tokenizer.ggml.{name}_token_id": _ID for name in ("bos", "eos", "eot", "eom")},
 }
+# By the name in files.
+GPT2, LLAMA3 = Rule(("gpt2",)), Rule((CL100K,), whole=True, begins=True)
 RULES = {
-    "default": "gpt2",
-    "gpt-2": "gpt2",
-    "smollm": "digits",
+    "default": GPT2,
+    "gpt-2": GPT2,
+    "smollm": Rule(("digits", "gpt2")),
     "llama-bpe": LLAMA3,
     "llama3": LLAMA3,
     "llama-v3": LLAMA3,
-    "qwen2": QWEN2,
-    "deepseek-r1-qwen": QWEN2,
+    "lfm2": LLAMA3,
+    "dbrx": Rule((CL100K,)),
+    "glm4": Rule((CL100K,)),
+    "chatglm-bpe": Rule((CL100K,)),
+    "qwen2": Rule((QWEN2,), composes=True),
+    "deepseek-r1-qwen": Rule((QWEN2,), composes=True),
+    "qwen35": Rule((QWEN35,), composes=True),
+    "gpt-4o": Rule((O200K,)),
+    "tekken": Rule((TEKKEN,), whole=True),
+    "deepseek-v3": Rule(DEEPSEEK3),
 }
-# The names that files get: of several with one rule, the one that llama.cpp's own converter writes.
-WRITTEN = ("smollm", "llama-bpe", "qwen2", "gpt-2")
+# The names that files get: of several with one rule, one that llama.cpp's own converter writes.
+WRITTEN = ("smollm", "llama-bpe", "dbrx", "qwen2", "qwen35", "gpt-4o", "tekken", "deepseek-v3", "gpt-2")
 NORMAL, UNUSED = 1, 5  # kinds of tokens: those of the merges, and rows of the embedding that no text has
 CONTROL, USER_DEFINED = 3, 4  # kinds of tokens that text is searched for before it is split
 
@@ -74,7 +109,7 @@ def read_gguf_tokenizer(path: str | Path) -> TokenizerFiles:
         return tokens[id_] if id_ is not None and id_ < len(tokens) else ""
 
     bos = text_of("bos")
-    adds_bos = metadata.get("tokenizer.ggml.add_bos_token", RULES[rule] == LLAMA3) is True
+    adds_bos = metadata.get("tokenizer.ggml.add_bos_token", RULES[rule].begins) is True
     starts_with = bos if adds_bos else ""
     try:
         tokenizer = _tokenizer(tokens, kinds, pairs, rule, starts_with)
@@ -116,19 +151,19 @@ def _tokenizer(tokens: list[str], kinds: list[int], merges: list[tuple], rule: s
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
     vocabulary = {token: i for i, token in enumerate(tokens)}
-    split = RULES[rule]
-    model: Any = models.BPE(vocab=vocabulary, merges=merges, fuse_unk=False, ignore_merges=split == LLAMA3)
+    steps, composes, whole, _ = RULES[rule]
+    model: Any = models.BPE(vocab=vocabulary, merges=merges, fuse_unk=False, ignore_merges=whole)
     tokenizer = Tokenizer(model)
-    if split == QWEN2:
+    if composes:
         tokenizer.normalizer = normalizers.NFC()
-    if split == "gpt2":
-        steps = [pre_tokenizers.ByteLevel(add_prefix_space=False)]
-    elif split == "digits":
-        steps = [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
-    else:
-        by_regex = pre_tokenizers.Split(Regex(split), behavior="isolated")
-        steps = [by_regex, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(steps)
+    known: dict[str, Any] = {
+        "gpt2": pre_tokenizers.ByteLevel(add_prefix_space=False),
+        "digits": pre_tokenizers.Digits(individual_digits=True),
+    }
+    splits = [known.get(step) or pre_tokenizers.Split(Regex(step), behavior="isolated") for step in steps]
+    if "gpt2" not in steps:
+        splits.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False))
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(splits)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(t, normalized=False) for t in _of_kind(CONTROL, tokens, kinds)])
     tokenizer.add_tokens([AddedToken(t, normalized=False) for t in _of_kind(USER_DEFINED, tokens, kinds)])
