@@ -590,13 +590,14 @@ def test_names_of_modules_are_read_too(tmp_path):
 def check_gguf_and_back(folder: Path, out: Path) -> Path:
     """Raises AssertionError unless a model comes back from a GGUF file to the bit, with llama.cpp's names and shapes.
 
-    folder: a model with 48 tokens, which gets as many as the tokenizer of these tests has.
+    folder: a model with few tokens, which gets as many as the tokenizer of these tests has.
     """
-    given = json.loads((folder / "config.json").read_text()) | {"vocab_size": 7 * 48}
+    given = json.loads((folder / "config.json").read_text())
+    given |= {"vocab_size": 7 * given["vocab_size"], "pad_token_id": 0}
     (folder / "config.json").write_text(json.dumps(given))
-    of_48 = safetensors.numpy.load_file(folder / SINGLE)
+    weights = safetensors.numpy.load_file(folder / SINGLE)
     outer = ("model.embed_tokens.weight", "lm_head.weight")
-    more = {name: np.tile(x, (7, 1)) if name in outer else x for name, x in of_48.items()}
+    more = {name: np.tile(x, (7, 1)) if name in outer else x for name, x in weights.items()}
     safetensors.numpy.save_file(more, folder / SINGLE)
     (folder / "tokenizer.json").write_text(tokenizer_json())
     (folder / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<|start|>", "eos_token": "<|end|>"}))

@@ -194,7 +194,9 @@ def test_bad_input_writes_nothing(tmp_path):
         convert.convert(folder, out)
     content = json.loads(tokenizer_json("smollm")) | {"normalizer": {"type": "NFC"}}
     (folder / "tokenizer.json").write_text(json.dumps(content))
-    with pytest.raises(ConfigError, match=r"expected a tokenizer that splits text as smollm, llama-bpe, dbrx, .*, gpt-2 of"):
+    with pytest.raises(
+        ConfigError, match=r"expected a tokenizer that splits text as smollm, llama-bpe, dbrx, .*, gpt-2 of"
+    ):
         convert.convert(folder, out)
     (folder / "tokenizer.json").write_text(tokenizer_json())
     said = r"^--dtype: expected numbers within float16, got larger ones in .*up_proj"

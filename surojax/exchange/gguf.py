@@ -13,7 +13,7 @@ Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,7 +24,7 @@ from surojax.errors import ConfigError
 from surojax.exchange import joined_rows
 from surojax.exchange.finite import is_finite
 from surojax.families import registry
-from surojax.families.family import Gguf, GgufTransform
+from surojax.families.family import Gguf, GgufParts, GgufTransform
 from surojax.families.names import LAYER_NUMBER, by_our_name, find_tensor, renamed
 from surojax.families.registry import tensor_names
 from surojax.families.window_keys import FULL, SLIDING
@@ -62,7 +62,8 @@ SCALING_TYPE = "rope.scaling.type"
 SCALING = {"rope.scaling.factor": "factor", "rope.scaling.original_context_length": "original_max_position_embeddings"}
 WINDOWED = "attention.sliding_window_pattern"  # a list of the layers that have the window, or n: each n-th has none
 FURTHER = "nextn_predict_layers"  # layers for further tokens, which block_count includes
-OFF = {"expert_count": 0}  # keys whose value must be this in families that have none of it
+# Keys whose value must be this in families that have none of it.
+OFF = {"expert_count": 0, "rope.scaling.yarn_beta_fast": 32, "rope.scaling.yarn_beta_slow": 1}
 OTHERS = frozenset(
     (*HEAD_DIM, SCALING_TYPE, *SCALING, *OFF, "rope.scaling.finetuned", "vocab_size", "expert_used_count")
 )
@@ -320,6 +321,13 @@ def is_permuted(name: str, family: Gguf) -> bool:
     return family.neighbours and place is not None and place.ours in ("attention.wq", "attention.wk")
 
 
+def parts_of(name: str, family: Gguf) -> tuple[GgufParts, tuple[str, ...]] | None:
+    """Returns how files of this family have a tensor in parts, and their names; None if they have it whole."""
+    place = find_tensor(name, family.names)
+    parts = family.parts.get(place.ours) if place else None
+    return (parts, tuple(part.format(l=place.l) for part in parts.names)) if place and parts else None
+
+
 def transform_of(name: str, family: Gguf) -> GgufTransform | None:
     """The transform of a tensor in files of this family; None if they have it as it is."""
     place = find_tensor(name, family.names)
@@ -343,20 +351,28 @@ class GgufTensors:
         further = range(first, first + self._contents.metadata.get(f"{architecture}.{FURTHER}", 0))
         self.left_aside = sorted(name for name in self._contents.tensors if _layer_of(name) in further)
         names = [name for name in self._contents.tensors if name not in {FREQUENCIES, *self.left_aside}]
+        self._joined = _joined_parts(names, self._family, to)
+        of_parts = {name for _, parts in self._joined.values() for name in parts}
+        names = [name for name in names if name not in of_parts]
         self._theirs = by_our_name(names, lambda name: renamed(name, self._family.names, to), f"model_path: {path}")
-        for name in names:
+        if twice := sorted(self._joined.keys() & self._theirs.keys()):
+            raise ConfigError(f"model_path: {path}: expected {twice[0]} whole or in parts, got both; {AGAIN}")
+        for name in (*names, *of_parts):
             _check_type(path, name, self._contents.tensors[name].kind)
         self._parts = joined_rows.parts_in(self._theirs, to)
 
     @property
     def names(self) -> set[str]:
         """The names of all tensors."""
-        return (set(self._theirs) - {part.name for part in self._parts.values()}) | self._parts.keys()
+        whole = set(self._theirs) - {part.name for part in self._parts.values()}
+        return whole | self._parts.keys() | self._joined.keys()
 
     def shape(self, name: str) -> tuple[int, ...]:
         """The shape of a tensor."""
         if part := self._parts.get(name):
             return part.shape(self.shape(part.name))
+        if name in self._joined:
+            return self._joined_shape(name)
         theirs = self._theirs[name]
         stored, transform = self._contents.tensors[theirs].shape, transform_of(theirs, self._family)
         return transform.shape(stored) if transform else stored
@@ -365,11 +381,36 @@ class GgufTensors:
         """Reads a tensor in float32."""
         if part := self._parts.get(name):
             return part.tensor([self.read(part.name)])
+        if name in self._joined:
+            parts, theirs = self._joined[name]
+            self._joined_shape(name)
+            return parts.join([_read(self._contents, part) for part in theirs], self._config)
         theirs = self._theirs[name]
         numbers = _read(self._contents, theirs)
         if transform := transform_of(theirs, self._family):
             return transform.from_file(numbers, self._config)
         return unpermuted(numbers, self._config["head_dim"]) if is_permuted(theirs, self._family) else numbers
+
+    def _joined_shape(self, name: str) -> tuple[int, ...]:
+        """The shape of a tensor of several parts. Raises ConfigError if theirs do not fit the sizes of the model."""
+        parts, theirs = self._joined[name]
+        for part, shape in zip(theirs, parts.shapes(self._config), strict=True):
+            if (stored := self._contents.tensors[part].shape) != shape:
+                raise ConfigError(f"model_path: {self.path}: {part}: expected shape {shape}, got {stored}; {AGAIN}")
+        return parts.shape(self._config)
+
+
+def _joined_parts(
+    names: Iterable[str], family: Gguf, to: Mapping[str, str]
+) -> dict[str, tuple[GgufParts, tuple[str, ...]]]:
+    """Finds the tensors of ours that a file has in parts: {our name: (how, names of the parts in the file)}."""
+    there, found = set(names), {}
+    for ours, parts in family.parts.items():
+        for l in sorted({l for name in there if (l := _layer_of(name)) is not None}):
+            theirs = tuple(name.format(l=l) for name in parts.names)
+            if there.issuperset(theirs):
+                found[to[ours].format(l=l)] = parts, theirs
+    return found
 
 
 def _layer_of(name: str) -> int | None:

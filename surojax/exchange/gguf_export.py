@@ -30,6 +30,7 @@ from surojax.exchange.gguf import (
     GgufEntry,
     is_permuted,
     metadata_config,
+    parts_of,
     permuted,
     rope_divisors,
     transform_of,
@@ -139,9 +140,14 @@ def export_gguf(
         shape = shape_of_all(part, expected[ours[0]], convolution=False) if part else expected[ours[0]]
         if transform := transform_of(name, family):
             shape = transform.shape_in_file(shape)
-        bytes_ = _bytes(shape, kind)
-        writer.add_tensor_info(name, shape, np.dtype(np.float32), bytes_, raw_dtype=kind)
-        size += bytes_
+        stored = [(name, shape)]
+        if in_parts := parts_of(name, family):
+            stored = list(zip(in_parts[1], in_parts[0].shapes(config), strict=True))
+        for of_file, shape_in_file in stored:
+            _check_rows(shape_in_file, kind, of_file, dtype)
+            bytes_ = _bytes(shape_in_file, kind)
+            writer.add_tensor_info(of_file, shape_in_file, np.dtype(np.float32), bytes_, raw_dtype=kind)
+            size += bytes_
 
     def arrays() -> Iterator[np.ndarray]:
         if divisors_F is not None:
@@ -152,7 +158,9 @@ def export_gguf(
             rows = permuted(numbers, of_head) if is_permuted(name, family) else numbers
             transform = transform_of(name, family)
             rows = transform.to_file(rows, config) if transform else rows
-            yield gguf.quants.quantize(rows, kind)
+            in_parts = parts_of(name, family)
+            for stored in in_parts[0].divide(rows, config) if in_parts else [rows]:
+                yield gguf.quants.quantize(stored, kind)
 
     with unfinished_beside(path, size) as unfinished, unfinished_beside(modelfile_of(path), 0) as small:
         small.write_text(modelfile, encoding="utf-8")
@@ -223,7 +231,13 @@ def _metadata(said: dict[str, Any]) -> tuple[dict[str, Any], np.ndarray | None]:
     if family.window_period and with_sizes["sliding_window"]:
         keys[WINDOWED] = [kind == SLIDING for kind in said["layer_types"]]
     h = channels(said)
-    keys |= dict.fromkeys(HEAD_DIM, h) | {"vocab_size": said["vocab_size"]} | dict(family.fixed) | dict(family.unread)
+    keys = {key: value for key, value in keys.items() if value is not None}
+    keys |= (
+        {key: h for key in HEAD_DIM if key not in family.sizes}
+        | {"vocab_size": said["vocab_size"]}
+        | dict(family.fixed)
+        | dict(family.unread)
+    )
     if family.partial_rotary:
         keys[ROTATED] = int(h * said["partial_rotary_factor"])
     scaling: dict[str, Any] = said["rope_scaling"] or {"rope_type": "none"}
@@ -234,7 +248,7 @@ def _metadata(said: dict[str, Any]) -> tuple[dict[str, Any], np.ndarray | None]:
         keys |= {SCALING_TYPE: scaling["rope_type"]}
         keys |= {ours: scaling[theirs] for ours, theirs in SCALING.items() if theirs in scaling}
     floats = {"attention.layer_norm_rms_epsilon", "rope.freq_base", "rope.scaling.factor"}
-    floats |= {key for key in family.sizes if key.endswith("scale")}
+    floats |= {key for key in family.sizes if key.endswith(("scale", "log_multiplier"))}
     typed = {key: float(value) if key in floats else value for key, value in keys.items()}
     return {"general.architecture": architecture} | {f"{architecture}.{k}": v for k, v in typed.items()}, divisors_F
 
@@ -251,13 +265,18 @@ def _kinds(model: Model, dtype: str) -> dict[str, Kind]:
         shape = param.shape
         whole = param.kind in (ParamKind.VECTOR, ParamKind.ROUTER)  # which llama.cpp does not quantise
         kinds[name] = Kind.F32 if whole else head if name == TENSOR_NAMES[model.head] else wanted
-        block, _ = gguf.GGML_QUANT_SIZES[kinds[name]]
-        if shape[-1] % block:
-            raise ConfigError(
-                f"--dtype: expected rows of a multiple of {block} numbers for {dtype}, got {shape[-1]} in {name}; use "
-                "bfloat16, float16 or float32"
-            )
+        _check_rows(shape, kinds[name], name, dtype)
     return kinds
+
+
+def _check_rows(shape: tuple[int, ...], kind: Kind, name: str, dtype: str) -> None:
+    """Raises ConfigError if a row of a tensor is not a whole number of blocks of its type."""
+    block, _ = gguf.GGML_QUANT_SIZES[kind]
+    if shape[-1] % block:
+        raise ConfigError(
+            f"--dtype: expected rows of a multiple of {block} numbers for {dtype}, got {shape[-1]} in {name}; use "
+            "bfloat16, float16 or float32"
+        )
 
 
 def _bytes(shape: tuple[int, ...], kind: Kind) -> int:

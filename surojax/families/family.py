@@ -159,6 +159,20 @@ class GgufTransform(NamedTuple):
         return self.back(x.reshape(self.shape_in_file(ours)), config).reshape(ours)
 
 
+class GgufParts(NamedTuple):
+    """How GGUF files have one tensor of ours as several.
+
+    names: theirs, with `{l}` for the number of the layer. shape: config.json -> our shape. shapes: config.json -> that
+    of each part. divide, join: (arrays, config.json) -> arrays: our one -> the parts, and back.
+    """
+
+    names: tuple[str, ...]
+    shape: Callable[[dict[str, Any]], tuple[int, ...]]
+    shapes: Callable[[dict[str, Any]], list[tuple[int, ...]]]
+    divide: Callable[[np.ndarray, dict[str, Any]], list[np.ndarray]]
+    join: Callable[[list[np.ndarray], dict[str, Any]], np.ndarray]
+
+
 class Gguf(NamedTuple):
     """The names, metadata keys and layouts of a family's GGUF files.
 
@@ -176,7 +190,8 @@ class Gguf(NamedTuple):
     each n-th layer has no window in files without a key for it; 0: the format has no such key. defaults: values of keys
     that files may leave out. further_layers: files may count layers that predict further tokens in block_count, and
     have them; they are left aside. unread: keys that say nothing else, with the values that are written. transforms:
-    by our name of a parameter. before_writing, after_reading: config.json -> the same with, or without, keys that only
+    by our name of a parameter. parts: likewise, of parameters that are written in parts; files that have them whole, by
+    `names`, are read too. before_writing, after_reading: config.json -> the same with, or without, keys that only
     `sizes` has.
     """
 
@@ -197,6 +212,7 @@ class Gguf(NamedTuple):
     further_layers: bool = False
     unread: Mapping[str, Any] = MappingProxyType({})
     transforms: Mapping[str, GgufTransform] = MappingProxyType({})
+    parts: Mapping[str, GgufParts] = MappingProxyType({})
     before_writing: Callable[[dict[str, Any]], dict[str, Any]] = dict
     after_reading: Callable[[dict[str, Any]], dict[str, Any]] = dict
 
