@@ -584,6 +584,8 @@ NOT_IN_GGUF = {
         {},
         "expected 1 for routers with softmax, whose groups llama.cpp and transformers choose differently, got 3",
     ),
+    "muse": ({"layer_rope_theta": [1e4] * 5}, "no_rope_layer_interval=0"),
+    "muse_tied": ({}, "post_norm_eps=0.1"),
     "v2_tied": ({}, "positions stretched by yarn, got 0, which llama.cpp and transformers compute differently"),
 }
 
@@ -665,6 +667,38 @@ def test_files_with_the_expansion_whole_are_read(tmp_path):
         length = open_file(out).metadata["deepseek2.attention.key_length_mla"] + 1
         wrong = gguf.GgufTensors(rewritten(tmp_path / "n.gguf", {"key_length_mla": length}, parts=True))
         wrong.shape("model.layers.0.self_attn.kv_b_proj.weight")
+
+
+def test_muse_goes_to_gguf_and_back(tmp_path):
+    """As llama.cpp computes it: norms with 1 + w, neighbouring channels, the factor of queries as a norm's weights."""
+    folder = folder_for_gguf(tmp_path / "in", "muse", {"post_norm_eps": 1e-8, "output_multiplier": 0.25})
+    file = check_gguf_and_back(folder, tmp_path / "out.gguf", rounded="layernorm")
+    contents, config = open_file(file), read_config(folder)
+    heads, h = config["num_attention_heads"], config["head_dim"]
+    ours = stored("muse", "weight")
+    read = functools.partial(gguf._read, contents)
+    for l in range(config["num_hidden_layers"]):
+        np.testing.assert_array_equal(read(f"blk.{l}.attn_q_norm.weight"), np.full(h, config["qk_scale_factor"], "f4"))
+        np.testing.assert_array_equal(read(f"blk.{l}.attn_k_norm.weight"), np.ones(h))
+        norm = ours[f"model.layers.{l}.post_attention_layernorm.weight"].astype(np.float32)
+        np.testing.assert_array_equal(read(f"blk.{l}.post_attention_norm.weight"), 1 + norm)
+    rows = ours["model.layers.0.self_attn.q_proj.weight"].astype(np.float32).reshape(heads, 2, h // 2, -1)
+    pairs = read("blk.0.attn_q.weight").reshape(heads, h // 2, 2, -1)
+    np.testing.assert_array_equal(pairs[:, :, 1], rows[:, 1])
+    sizes = {key.removeprefix("muse-glimmer."): value for key, value in contents.metadata.items()}
+    assert sizes["attention.sliding_window_pattern"] == [kind == "sliding_attention" for kind in config["layer_types"]]
+    assert sizes["logit_scale"] == pytest.approx(config["output_multiplier"])
+    assert sizes["final_logit_softcapping"] == config["final_logit_softcapping"]
+
+    def other(name: str) -> np.ndarray:
+        return np.arange(1, h + 1, dtype=np.float32) if name == "blk.1.attn_k_norm.weight" else read(name)
+
+    with pytest.raises(ConfigError, match=r"expected ones in every blk\.N\.attn_k_norm\.weight, got others; such"):
+        gguf.metadata_config(contents, {name: other(name) for name in contents.tensors if "attn_" in name})
+    with pytest.raises(ConfigError, match=r"expected blk\.0\.attn_k_norm\.weight in .*, got none; fetch"):
+        gguf.metadata_config(
+            contents._replace(tensors={x: y for x, y in contents.tensors.items() if x != "blk.0.attn_k_norm.weight"})
+        )
 
 
 @pytest.mark.parametrize("case", NOT_IN_GGUF)

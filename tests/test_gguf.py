@@ -301,7 +301,7 @@ def test_damaged_files_and_other_architectures_are_refused(tmp_path):
     writer.close()
     with pytest.raises(
         ConfigError,
-        match=r"expected general\.architecture llama, .*, qwen3moe, .*, lfm2moe, .*, deepseek2, olmo2, got 'gpt2'",
+        match=r"expected general\.architecture llama, .*, lfm2moe, .*, deepseek2, olmo2, muse-glimmer, got 'gpt2'",
     ):
         opened(path)
 

@@ -163,7 +163,7 @@ def test_a_modelfile_has_the_template_if_it_can_be_said(tmp_path):
         (
             "gemma2",
             {},
-            r"qwen3moe, gpt-oss, .*, qwen35, qwen35moe, olmo2 describe, got gemma2 \(.*; export a folder",
+            r"qwen3moe, gpt-oss, .*, deepseek2, olmo2, muse-glimmer describe, got gemma2 \(.*; export a folder",
         ),
         ("mistral", {}, r"got mistral \(llama does not have sliding_window=7\); export a folder"),
         ("qwen3_windows", {}, r"got qwen3 \(qwen3 does not have sliding_window=7, sliding_window_pattern=2\); export"),

@@ -13,7 +13,7 @@ Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
 
 import functools
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -126,11 +126,12 @@ def _parsed(path: Path, modified: int) -> Contents:
     return Contents(path, metadata, tensors)
 
 
-def metadata_config(contents: Contents, divisors_F: np.ndarray | None = None) -> dict[str, Any]:
+def metadata_config(contents: Contents, numbers: Mapping[str, np.ndarray] | None = None) -> dict[str, Any]:
     """Translates a file's metadata to a config.json. Raises ConfigError for a key that is missing or not known.
 
-    divisors_F: the numbers of `FREQUENCIES`, of a file that is not written yet.
+    numbers: of `FREQUENCIES` and the family's `filled` vectors, of a file that is not written yet.
     """
+    read = functools.partial(_read, contents) if numbers is None else numbers.__getitem__
     metadata = contents.metadata
     architecture = metadata["general.architecture"]
     given = {
@@ -182,13 +183,14 @@ def metadata_config(contents: Contents, divisors_F: np.ndarray | None = None) ->
         | tokens
         | dict(family.implied)
         | {key: names[ours].format(l=0) in contents.tensors for key, ours in family.present.items()}
+        | _filled(contents, family, sizes["num_hidden_layers"], head_dim, read)
         | by_layer
         | {
             "model_type": MODEL_TYPE_OF[architecture],
             "head_dim": head_dim,
             "vocab_size": contents.tensors[names["embed"]].shape[0],
             "tie_word_embeddings": names["head"] not in contents.tensors,
-            "rope_scaling": _rope_scaling(contents, divisors_F, given, sizes, head_dim),
+            "rope_scaling": _rope_scaling(contents, read, given, sizes, head_dim),
         }
     )
 
@@ -228,17 +230,40 @@ def _layer_types(contents: Contents, given: dict[str, Any], without_heads: str) 
     return {"layer_types": ["full_attention" if n else without_heads for n in of_layers]}
 
 
+def _filled(
+    contents: Contents, family: Gguf, layers: int, head_dim: int, read: Callable[[str], np.ndarray]
+) -> dict[str, float]:
+    """Reads the keys of config.json that vectors of one number say, the same in all layers.
+
+    Raises ConfigError for other vectors, or none.
+    """
+    found = {}
+    for name, key in family.filled.items():
+        vectors = [name.format(l=l) for l in range(layers)]
+        if missing := next((vector for vector in vectors if vector not in contents.tensors), None):
+            raise ConfigError(f"model_path: expected {missing} in {contents.path}, got none; {AGAIN}")
+        numbers = np.stack([read(vector) for vector in vectors])
+        if numbers.shape != (layers, head_dim) or (numbers != (numbers[0, 0] if key else 1)).any():
+            expected = "one number" if key else "ones"
+            raise ConfigError(
+                f"model_path: {contents.path}: expected {expected} in every {name.format(l='N')}, got others; such a "
+                "model is not computed"
+            )
+        found |= {key: shortest(float(numbers[0, 0]))} if key else {}
+    return found
+
+
 def shortest(value: Any) -> Any:
     """Returns the number with the fewest digits that rounds to this float32: 1e-5 instead of 9.99999975e-06."""
     return float(str(np.float32(value))) if type(value) is float else value
 
 
 def _rope_scaling(
-    contents: Contents, divisors_F: np.ndarray | None, given: dict, sizes: dict, head_dim: int
+    contents: Contents, read: Callable[[str], np.ndarray], given: dict, sizes: dict, head_dim: int
 ) -> dict[str, Any] | None:
     """Translates the metadata to the rope_scaling of a config.json; None without scaling."""
     if FREQUENCIES in contents.tensors:
-        return _from_divisors(contents, divisors_F, sizes["rope_theta"], head_dim)
+        return _from_divisors(contents, read(FREQUENCIES), sizes["rope_theta"], head_dim)
     is_scaled = given.get("rope.scaling.factor") not in (None, 0, 1)
     kind = given.get(SCALING_TYPE, "linear" if is_scaled else "none")  # as llama.cpp takes a factor without a type
     if kind == "none":
@@ -259,7 +284,7 @@ def rope_divisors(scaling: Mapping[str, float], theta: float, head_dim: int) -> 
     return 1 / (kept_F + (1 - kept_F) / scaling["factor"])
 
 
-def _from_divisors(contents: Contents, divisors_F: np.ndarray | None, theta: float, head_dim: int) -> dict[str, Any]:
+def _from_divisors(contents: Contents, divisors_F: np.ndarray, theta: float, head_dim: int) -> dict[str, Any]:
     """Finds the `llama3` rope_scaling whose frequency divisors equal the file's.
 
     Files have these numbers only. The family says the parameters; the factor is the largest divisor. Raises ConfigError
@@ -272,7 +297,7 @@ def _from_divisors(contents: Contents, divisors_F: np.ndarray | None, theta: flo
             f"model_path: {contents.path}: expected no {FREQUENCIES} in a model of {architecture}, got one; fetch the "
             "model as safetensors"
         )
-    divisors_F = _read(contents, FREQUENCIES).reshape(-1) if divisors_F is None else divisors_F
+    divisors_F = divisors_F.reshape(-1)
     factor = float(divisors_F.max())
     expected_F = rope_divisors({"factor": factor, **known}, theta, head_dim)
     if expected_F.shape != divisors_F.shape or not np.allclose(divisors_F, expected_F, rtol=1e-4):
@@ -350,7 +375,8 @@ class GgufTensors:
         architecture = self._contents.metadata["general.architecture"]
         further = range(first, first + self._contents.metadata.get(f"{architecture}.{FURTHER}", 0))
         self.left_aside = sorted(name for name in self._contents.tensors if _layer_of(name) in further)
-        names = [name for name in self._contents.tensors if name not in {FREQUENCIES, *self.left_aside}]
+        read = {name.format(l=l) for name in self._family.filled for l in range(first)}
+        names = [name for name in self._contents.tensors if name not in {FREQUENCIES, *read, *self.left_aside}]
         self._joined = _joined_parts(names, self._family, to)
         of_parts = {name for _, parts in self._joined.values() for name in parts}
         names = [name for name in names if name not in of_parts]

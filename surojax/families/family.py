@@ -101,6 +101,11 @@ EXPERT_GGUF_NAMES = GGUF_NAMES | in_gguf(Experts, *OF_EXPERTS)
 SHARED_EXPERT_GGUF_NAMES = (
     GGUF_NAMES | in_gguf(Experts) | {WITHOUT_EXPERTS + ours: theirs for ours, theirs in in_gguf(SwiGLU).items()}
 )
+# Of families with norms after attention and MLP.
+NORMS_AFTER = {
+    "attention_out_norm": GGUF_LAYER + "post_attention_norm.weight",
+    "mlp_out_norm": GGUF_LAYER + "post_ffw_norm.weight",
+}
 # Of families in whose files the norm before the MLP has the name of what follows the attention.
 NORM_AFTER_ATTENTION = {"mlp_norm": GGUF_LAYER + "post_attention_norm.weight"}
 
@@ -159,6 +164,10 @@ class GgufTransform(NamedTuple):
         return self.back(x.reshape(self.shape_in_file(ours)), config).reshape(ours)
 
 
+# Of the norms of (1 + w), of which files have that sum.
+PLUS_ONE = GgufTransform(lambda x, config: x + np.float32(1), lambda x, config: x - np.float32(1))
+
+
 class GgufParts(NamedTuple):
     """How GGUF files have one tensor of ours as several.
 
@@ -191,8 +200,9 @@ class Gguf(NamedTuple):
     that files may leave out. further_layers: files may count layers that predict further tokens in block_count, and
     have them; they are left aside. unread: keys that say nothing else, with the values that are written. transforms:
     by our name of a parameter. parts: likewise, of parameters that are written in parts; files that have them whole, by
-    `names`, are read too. before_writing, after_reading: config.json -> the same with, or without, keys that only
-    `sizes` has.
+    `names`, are read too. filled: names of vectors of a head's channels, with `{l}`, in which all numbers are the value
+    of this key of config.json; "": 1. before_writing, after_reading: config.json -> the same with, or without, keys
+    that only `sizes` has.
     """
 
     architecture: str = ""
@@ -213,6 +223,7 @@ class Gguf(NamedTuple):
     unread: Mapping[str, Any] = MappingProxyType({})
     transforms: Mapping[str, GgufTransform] = MappingProxyType({})
     parts: Mapping[str, GgufParts] = MappingProxyType({})
+    filled: Mapping[str, str] = MappingProxyType({})
     before_writing: Callable[[dict[str, Any]], dict[str, Any]] = dict
     after_reading: Callable[[dict[str, Any]], dict[str, Any]] = dict
 

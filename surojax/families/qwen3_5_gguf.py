@@ -23,6 +23,7 @@ from surojax.families.family import (
     GGUF_LAYER,
     GGUF_NAMES,
     NORM_AFTER_ATTENTION,
+    PLUS_ONE,
     Gguf,
     GgufParts,
     GgufTransform,
@@ -133,7 +134,6 @@ FUSED = GgufParts(
     join=_join_fused,
 )
 HEADS = _of_heads()
-PLUS_ONE = GgufTransform(lambda x, config: x + np.float32(1), lambda x, config: x - np.float32(1))
 ROWS = GgufTransform(
     lambda x, config: _values(x, config, to_file=True), lambda x, config: _values(x, config, to_file=False)
 )
