@@ -6,6 +6,7 @@ Face.
 
 import importlib.util
 import json
+import math
 import re
 import shutil
 import types
@@ -200,21 +201,46 @@ def test_llama_3_is_known_by_its_divisors(tmp_path):
         opened(path)
 
 
+STRETCHED = {"type": "yarn", "factor": 2.0, "original_context_length": 64}
+# What follows from the factor, or is the default, and is said all the same.
+IMPLIED = {
+    "yarn_attn_factor": 1 + 0.1 * math.log(2),
+    "yarn_beta_fast": 32.0,
+    "yarn_beta_slow": 1.0,
+    "yarn_ext_factor": 1.0,
+}
+
+
 @pytest.mark.parametrize(
     "said, expected",
     [
         ({"type": "linear", "factor": 4.0}, RopeScaling("linear", 4.0)),
         ({"type": "linear", "factor": 4.0, "original_context_length": 64}, RopeScaling("linear", 4.0)),
         (
-            {"type": "yarn", "factor": 2.0, "original_context_length": 64},
+            STRETCHED,
             RopeScaling("yarn", 2.0, original_max_position_embeddings=64),
+        ),
+        (STRETCHED | IMPLIED, RopeScaling("yarn", 2.0, original_max_position_embeddings=64)),
+        (
+            STRETCHED | {"attn_factor": 1.5},  # by which llama.cpp multiplies the implied one
+            RopeScaling("yarn", 2.0, original_max_position_embeddings=64, attention_factor=1.603972),
         ),
         ({"type": "none", "factor": 4.0}, RopeScaling()),
         ({"factor": 4.0}, RopeScaling("linear", 4.0)),  # llama.cpp's type if none is said
         ({"factor": 1.0}, RopeScaling()),
         ({"factor": 0.0}, RopeScaling()),
     ],
-    ids=["linear", "linear_with_length", "yarn", "none", "without_type", "without_type_by_1", "without_type_by_0"],
+    ids=[
+        "linear",
+        "linear_with_length",
+        "yarn",
+        "yarn_said",
+        "yarn_own",
+        "none",
+        "without_type",
+        "without_type_by_1",
+        "without_type_by_0",
+    ],
 )
 def test_positions_are_stretched_as_the_file_says(tmp_path, said, expected):
     metadata = {f"rope.scaling.{key}": value for key, value in said.items()}
@@ -260,6 +286,11 @@ def test_every_rule_splits_as_that_of_llama_cpp(tmp_path, rule):
         ({"metadata": {"feed_forward_length": None}}, r"expected feed_forward_length in .*, got none"),
         ({"metadata": {"attention.head_count": 0}}, r"attention\.head_count: expected a positive number, got 0"),
         ({"metadata": {"expert_count": 8}}, r"expert_count: expected 0, got 8"),
+        (
+            {"metadata": {f"rope.scaling.{key}": x for key, x in (STRETCHED | {"yarn_attn_factor": 1.0}).items()}},
+            r"yarn_attn_factor: expected 1\.069315, which follows from the factor 2\.0, got 1\.0, which llama",
+        ),
+        ({"metadata": {"rope.scaling.yarn_beta_fast": 16.0}}, r"yarn_beta_fast: expected 32, got 16\.0"),
         ({"metadata": {"rope.dimension_count": 4}}, r"rope\.dimension_count: expected 8, got 4"),
         (
             {"metadata": {"rope.scaling.type": "longrope"}},

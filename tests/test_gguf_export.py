@@ -85,6 +85,7 @@ def folder_of(path: Path, case: str, rule: str = "gpt-2", template: str = "", **
         ("llama_linear_rope", {}),
         ("llama3_rope", {"rope_parameters": LLAMA3_POSITIONS}),
         ("yarn", {"rope_parameters": YARN}),
+        ("yarn", {"rope_parameters": YARN | {"attention_factor": 1.7}}),
         ("mistral", {"sliding_window": None}),
     ],
 )

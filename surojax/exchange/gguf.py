@@ -13,6 +13,7 @@ Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
 
 import functools
+import math
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -58,14 +59,31 @@ SIZES = {
 ROTATED = "rope.dimension_count"  # of a head's channels
 HEAD_DIM = ("attention.key_length", "attention.value_length", ROTATED)  # all are a head's channels
 SCALING_TYPE = "rope.scaling.type"
+MAGNITUDE = "rope.scaling.attn_factor"  # of rotated channels, by which llama.cpp multiplies the one that yarn implies
+SAID_MAGNITUDE = "rope.scaling.yarn_attn_factor"  # that of config.json, which llama.cpp reads in few architectures
 # Keys of the stretched positions, and theirs in rope_scaling.
 SCALING = {"rope.scaling.factor": "factor", "rope.scaling.original_context_length": "original_max_position_embeddings"}
 WINDOWED = "attention.sliding_window_pattern"  # a list of the layers that have the window, or n: each n-th has none
 FURTHER = "nextn_predict_layers"  # layers for further tokens, which block_count includes
 # Keys whose value must be this in families that have none of it.
-OFF = {"expert_count": 0, "rope.scaling.yarn_beta_fast": 32, "rope.scaling.yarn_beta_slow": 1}
+OFF = {
+    "expert_count": 0,
+    "rope.scaling.yarn_beta_fast": 32,
+    "rope.scaling.yarn_beta_slow": 1,
+    "rope.scaling.yarn_ext_factor": 1,
+}
 OTHERS = frozenset(
-    (*HEAD_DIM, SCALING_TYPE, *SCALING, *OFF, "rope.scaling.finetuned", "vocab_size", "expert_used_count")
+    (
+        *HEAD_DIM,
+        SCALING_TYPE,
+        *SCALING,
+        MAGNITUDE,
+        SAID_MAGNITUDE,
+        *OFF,
+        "rope.scaling.finetuned",
+        "vocab_size",
+        "expert_used_count",
+    )
 )
 
 
@@ -272,7 +290,27 @@ def _rope_scaling(
     if kind == "linear" or scaling["original_max_position_embeddings"] is None:
         del scaling["original_max_position_embeddings"]
     implied = FAMILIES[contents.metadata["general.architecture"]].implied_rope
-    return {"rope_type": kind} | scaling | dict(implied)
+    return {"rope_type": kind} | scaling | _magnitude(contents, given, scaling["factor"]) | dict(implied)
+
+
+def implied_magnitude(factor: float) -> float:
+    """The factor of rotated channels that YaRN implies by the factor of positions."""
+    return 0.1 * math.log(max(factor, 1)) + 1
+
+
+def _magnitude(contents: Contents, given: dict[str, Any], factor: float | None) -> dict[str, float]:
+    """Reads YaRN's attention_factor, if it is another than the implied one.
+
+    Raises ConfigError if the file says one that llama.cpp does not read there.
+    """
+    implied = implied_magnitude(factor or 1)
+    said, times = given.get(SAID_MAGNITUDE, implied), given.get(MAGNITUDE, 1)
+    if not math.isclose(said, implied, rel_tol=1e-5):
+        raise ConfigError(
+            f"model_path: {contents.path}: {SAID_MAGNITUDE}: expected {implied:.7g}, which follows from the factor "
+            f"{factor}, got {said}, which llama.cpp does not compute; fetch the model as safetensors"
+        )
+    return {} if times == 1 else {"attention_factor": round(times * implied, 6)}
 
 
 def rope_divisors(scaling: Mapping[str, float], theta: float, head_dim: int) -> np.ndarray:

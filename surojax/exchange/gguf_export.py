@@ -21,6 +21,7 @@ from surojax.exchange.gguf import (
     FAMILIES,
     FREQUENCIES,
     HEAD_DIM,
+    MAGNITUDE,
     ROTATED,
     SCALING,
     SCALING_TYPE,
@@ -28,6 +29,7 @@ from surojax.exchange.gguf import (
     WINDOWED,
     Contents,
     GgufEntry,
+    implied_magnitude,
     is_permuted,
     metadata_config,
     parts_of,
@@ -257,7 +259,10 @@ def _metadata(said: dict[str, Any]) -> tuple[dict[str, Any], dict[str, np.ndarra
     elif scaling["rope_type"] != "none":
         keys |= {SCALING_TYPE: scaling["rope_type"]}
         keys |= {ours: scaling[theirs] for ours, theirs in SCALING.items() if theirs in scaling}
-    floats = {"attention.layer_norm_rms_epsilon", "rope.freq_base", "rope.scaling.factor"}
+        own = scaling.get("attention_factor")
+        if own and "mscale_all_dim" not in scaling:  # of which it follows in llama.cpp
+            keys[MAGNITUDE] = own / implied_magnitude(scaling["factor"])
+    floats = {"attention.layer_norm_rms_epsilon", "rope.freq_base", "rope.scaling.factor", MAGNITUDE}
     floats |= {key for key in family.sizes if key.endswith(("scale", "log_multiplier", "softcapping"))}
     typed = {key: float(value) if key in floats else value for key, value in keys.items()}
     return {"general.architecture": architecture} | {f"{architecture}.{k}": v for k, v in typed.items()}, vectors
