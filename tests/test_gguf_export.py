@@ -5,7 +5,9 @@ That llama.cpp computes the files with equal tokens is recorded by fixtures/chec
 
 import importlib.util
 import json
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import chex
 import gguf
@@ -20,6 +22,7 @@ from test_huggingface import config as config_of, stored, write
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from surojax import ConfigError
+from surojax.data import gguf_pieces
 from surojax.data.gguf_tokenizer import RULES, WRITTEN
 from surojax.data.tokenizer import load_tokenizer
 from surojax.exchange import gguf_export
@@ -144,6 +147,76 @@ def test_tokenizers_come_back(tmp_path, rule):
     assert said["token_type"][:4] == [3, 3, 4, 1] and said["token_type"][-1] == 5  # as gguf.TokenType has them
 
 
+PIECES = ["<unk>", "<|start|>", "<|end|>", *map(gguf_pieces.byte_token, range(256))]
+PIECES += ["▁t", "he", "▁the", "in", "▁▁", "▁", *"thecainxy.,0123"]  # those that merges make, then characters
+PAIRS = ["▁ t", "h e", "▁t he", "i n", "▁ ▁"]
+
+
+def of_pieces(folder: Path, *, prefix: bool, merges: Sequence[str] = PAIRS, normalizer: Any = None) -> Path:
+    """A model's folder with a tokenizer as published files of Llama 2 and Mistral (prefix), or of Gemma, have it."""
+    folder = folder_of(folder, "llama")
+    vocabulary = {token: i for i, token in enumerate(PIECES)}
+    pairs: Any = [tuple(pair.split(" ")) for pair in merges]
+    made = Tokenizer(models.BPE(vocab=vocabulary, merges=pairs, unk_token="<unk>", fuse_unk=True, byte_fallback=True))
+    replace: Any = normalizers.Replace(" ", "▁")
+    made.normalizer = normalizer or (normalizers.Sequence([normalizers.Prepend("▁"), replace]) if prefix else replace)
+    parts: list[Any] = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    made.decoder = decoders.Sequence([*parts, decoders.Strip(" ", 1, 0)] if prefix else parts)
+    made.add_special_tokens([AddedToken(token, normalized=False) for token in PIECES[:3]])
+    (folder / "tokenizer.json").write_text(made.to_str())
+    return folder
+
+
+@pytest.mark.parametrize("prefix", [True, False])
+def test_tokenizers_of_pieces_come_back(tmp_path, prefix):
+    """Merges by scores, bytes, unknown characters, and the space before texts; kinds as gguf.TokenType has them."""
+    folder = of_pieces(tmp_path / "in", prefix=prefix)
+    out = convert.convert(folder, tmp_path / "out.gguf")
+    before, after = load_tokenizer(str(folder)), load_tokenizer(str(out))
+    for text in ("the  cat in the  the", "é the<|end|>in", "", " x", "thin\n"):
+        assert after.encode(text).tolist() == before.encode(text).tolist(), text
+        assert after.decode(after.encode(text)) == before.decode(before.encode(text))
+    assert after.encode("the").tolist() == [PIECES.index(x) for x in (["▁the"] if prefix else ["t", "he"])]
+    assert (after.bos_id, after.eos_id, after.adds_bos) == (before.bos_id, before.eos_id, before.adds_bos)
+    fields = gguf.GGUFReader(out).fields
+    names = ("model", "scores", "token_type", "add_space_prefix", "unknown_token_id")
+    kind, scores, kinds, said, unknown = (fields[f"tokenizer.ggml.{name}"].contents() for name in names)
+    assert (kind, said, unknown) == ("llama", prefix, 0) and "tokenizer.ggml.merges" not in fields
+    assert kinds[:4] == [2, 3, 3, 6] and kinds[258:264] == [6, 1, 1, 1, 1, 1] and kinds[-1] == 5
+    assert scores[259:264] == sorted(scores, reverse=True)[:5]
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"merges": PAIRS[:-3]}, r"expected merges that follow from scores of the tokens"),
+        ({"normalizer": normalizers.Prepend("▁")}, r"expected a space before each text and each special token's next"),
+        ({"normalizer": normalizers.NFC()}, r"expected a space before each text and each special token's next"),
+    ],
+    ids=["fewer", "prepend", "nfc"],
+)
+def test_tokenizers_of_pieces_that_no_file_describes_are_refused(tmp_path, changes, message):
+    folder = of_pieces(tmp_path / "in", prefix=True, **changes)
+    with pytest.raises(ConfigError, match=rf"^tokenizer\.json: {message}[^\n]*; export a folder[^\n]*$"):
+        convert.convert(folder, tmp_path / "out.gguf")
+    assert [path.name for path in tmp_path.iterdir()] == ["in"]
+
+
+@pytest.mark.parametrize(
+    "pre, prefix",
+    [
+        (pre_tokenizers.Metaspace("▁", "always", split=False), True),
+        (pre_tokenizers.Metaspace("▁", "never", split=False), False),
+        (pre_tokenizers.Metaspace("▁", "first", split=False), None),  # not behind special tokens, as llama.cpp has it
+        (pre_tokenizers.Metaspace("▁", "always", split=True), None),
+        (pre_tokenizers.Whitespace(), None),
+    ],
+)
+def test_spaces_before_texts_are_known(pre, prefix):
+    content = {"normalizer": None, "pre_tokenizer": json.loads(pre.__getstate__())}
+    assert gguf_pieces.has_prefix(content) is prefix
+
+
 def test_a_modelfile_has_the_template_if_it_can_be_said(tmp_path):
     """ChatML with a system message of its own; nothing for another template."""
     chatml = (Path(convert.__file__).parent / "data" / "templates" / "chatml.jinja").read_text()
@@ -163,8 +236,8 @@ def test_a_modelfile_has_the_template_if_it_can_be_said(tmp_path):
     [
         (
             "gemma2",
-            {},
-            r"qwen3moe, gpt-oss, .*, deepseek2, olmo2, muse-glimmer describe, got gemma2 \(.*; export a folder",
+            {"query_pre_attn_scalar": 15},
+            r"gemma2, gemma3, .*, muse-glimmer describe, got gemma2 \(gemma2 does not have .*query_pre_attn_scalar=15",
         ),
         ("mistral", {}, r"got mistral \(llama does not have sliding_window=7\); export a folder"),
         ("qwen3_windows", {}, r"got qwen3 \(qwen3 does not have sliding_window=7, sliding_window_pattern=2\); export"),
