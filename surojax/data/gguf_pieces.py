@@ -66,7 +66,7 @@ def scores_of(tokens: list[str], merges: list[tuple[str, str]]) -> list[float]:
     return [found.get(token, -float(len(found) + i)) for i, token in enumerate(tokens)]
 
 
-def tokenizer_of(tokens: list[str], scores: list[float], kinds: list[int], *, prefix: bool) -> Any:
+def piece_tokenizer(tokens: list[str], scores: list[float], kinds: list[int], *, prefix: bool) -> Any:
     """Makes a `tokenizers.Tokenizer` without added tokens. prefix: a space is put before each text."""
     from tokenizers import Tokenizer, decoders, models, normalizers
 

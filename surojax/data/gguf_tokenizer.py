@@ -123,7 +123,7 @@ def read_gguf_tokenizer(path: str | Path) -> TokenizerFiles:
     try:
         if kind == OF_PIECES:
             prefix = metadata.get("tokenizer.ggml.add_space_prefix", True)
-            made = gguf_pieces.tokenizer_of(tokens, scores, kinds, prefix=prefix)
+            made = gguf_pieces.piece_tokenizer(tokens, scores, kinds, prefix=prefix)
         else:
             made = _byte_level(tokens, pairs, rule)
         tokenizer = _with_added(made, tokens, kinds, starts_with)
