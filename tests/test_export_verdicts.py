@@ -31,6 +31,8 @@ NOT_READ = {
     ("glm4_moe", "gguf"): "architecture glm4moe is not supported",
     ("lfm2_moe", "gguf"): "architecture lfm2moe is not supported",
     ("olmo3", "gguf"): "architecture olmo2 is not supported",
+    ("ministral3", "gguf"): "architecture mistral3 is not supported",
+    ("smollm3", "gguf"): "architecture smollm3 is not supported",
     ("muse_glimmer_text", "gguf"): "architecture muse-glimmer is not supported",
     ("qwen3_next", "gguf"): "architecture qwen3next is not supported",
     **{(name, "gguf"): "architecture deepseek2 is not supported" for name in OF_LATENTS},

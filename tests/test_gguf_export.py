@@ -36,6 +36,10 @@ LLAMA3_POSITIONS = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
+OF_GEMMA3 = {
+    "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+}
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
 TEXTS = ["the cat, the  cat\n\n 123 a.b", "<|start|>the<|end|> cat<tool>9", "", "it's  3\n\tdon't THE"]
 BYTES = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -90,15 +94,29 @@ def folder_of(path: Path, case: str, rule: str = "gpt-2", template: str = "", **
         ("yarn", {"rope_parameters": YARN}),
         ("yarn", {"rope_parameters": YARN | {"attention_factor": 1.7}}),
         ("mistral", {"sliding_window": None}),
+        ("ministral3", {"sliding_window": None}),
+        ("smollm3", {"no_rope_layers": [1, 1, 1, 0, 1], "no_rope_layer_interval": 4}),
+        ("gemma2", {"query_pre_attn_scalar": 8}),
+        (
+            "gemma3",
+            {"query_pre_attn_scalar": 8, "layer_types": 4 * ["sliding_attention"], "rope_parameters": OF_GEMMA3},
+        ),
     ],
 )
 def test_a_file_is_the_model_that_went_in(tmp_path, case, changes):
-    """Fields, and every tensor to the bit: order of rows, tied heads and stretched positions there and back."""
+    """Fields, and every tensor to the bit: order of rows, tied heads and stretched positions there and back.
+
+    Weights of Gemma's norms are stored with a 1 that is added.
+    """
     folder = folder_of(tmp_path / "in", case, **changes)
     out = convert.convert(folder, tmp_path / "out.gguf", dtype="float32")
     c, _, weights = opened(out)
     assert weights is not None
-    chex.assert_trees_all_equal({name: weights.read(name) for name in weights.names}, tensors_in(folder))
+    before = tensors_in(folder)
+    assert weights.names == before.keys()
+    for name, x in before.items():
+        limit = 1.2e-7 if case.startswith("gemma") and "norm" in name else 0
+        np.testing.assert_allclose(weights.read(name), x, rtol=0, atol=limit, err_msg=name)
     wanted = config_of(folder).model.to_dict()
     wanted |= {"head_dim": c.model.head_dim}
     assert c.model.to_dict() == wanted
@@ -239,7 +257,9 @@ def test_a_modelfile_has_the_template_if_it_can_be_said(tmp_path):
             {"query_pre_attn_scalar": 15},
             r"gemma2, gemma3, .*, muse-glimmer describe, got gemma2 \(gemma2 does not have .*query_pre_attn_scalar=15",
         ),
-        ("mistral", {}, r"got mistral \(llama does not have sliding_window=7\); export a folder"),
+        ("smollm3", {}, r"got smollm3 \(.*no_rope_layer_interval=2"),
+        ("ministral3", {}, r"got ministral3 \(ministral3 does not have sliding_window=9\)"),
+        ("mistral", {}, r"got mistral \(smollm3 does not have sliding_window=7\); export a folder"),
         ("qwen3_windows", {}, r"got qwen3 \(qwen3 does not have sliding_window=7, sliding_window_pattern=2\); export"),
         ("yarn", {}, r"got llama \(llama does not have rope_beta_fast=8\.0\); export a folder"),
         ("llama3_rope", {}, r"got llama \(expected rope_freqs\.weight of llama \(.*, got others.*\); export a folder"),
