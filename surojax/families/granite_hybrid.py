@@ -16,7 +16,7 @@ from surojax.families.family import (
     in_safetensors,
 )
 from surojax.families.granite import GRANITE_MOE, MOE, MULTIPLIERS
-from surojax.families.mamba_keys import LIMITS, UNLIMITED, need
+from surojax.families.mamba_keys import LIMITS, UNLIMITED, need_key
 from surojax.families.olmoe import OF_TRAINING
 from surojax.models.decoder_config import ATTENTION, MAMBA
 from surojax.models.kinds.joined_mlp import JoinedMlp
@@ -33,7 +33,9 @@ def _read(given: dict[str, Any]) -> dict[str, Any]:
     types = given.get("layer_types")
     types = ["mamba"] * given["num_hidden_layers"] if types is None else types
     for name in types:
-        need(name in TYPES, "layer_types", f"{', '.join(TYPES)} of each layer", name, "nothing else is computed here")
+        need_key(
+            name in TYPES, "layer_types", f"{', '.join(TYPES)} of each layer", name, "nothing else is computed here"
+        )
     mixers = [TYPES[name] for name in types]
     fields["layer_types"] = mixer_keys.read_layer_types(given, mixers, (ATTENTION, MAMBA))
     fields["no_rope_layer_interval"] = 0 if given[POSITIONS] == "rope" else 1
@@ -43,7 +45,7 @@ def _read(given: dict[str, Any]) -> dict[str, Any]:
 def _read_mlps(given: dict[str, Any]) -> dict[str, Any]:
     """Reads the widths: without experts of one MLP, else of an expert and of the MLP beside them."""
     shared, experts = given[SHARED], given["num_local_experts"]
-    need(type(shared) is int and shared > 0, SHARED, "a whole number from 1 on", shared)
+    need_key(type(shared) is int and shared > 0, SHARED, "a whole number from 1 on", shared)
     if not experts:
         return {"num_experts": 0, "num_experts_per_tok": 0, "intermediate_size": shared, "norm_topk_prob": False}
     return {
@@ -62,10 +64,10 @@ def _read_mamba(given: dict[str, Any]) -> dict[str, Any]:
     fields: dict[str, Any] = mamba_keys.read_sizes(given, {name: name for name in OF_MAMBA})
     channels = fields["mamba_n_heads"] * fields["mamba_d_head"]
     expected = f"mamba_expand x hidden_size = mamba_n_heads x mamba_d_head = {channels}, as transformers asks for"
-    need(inner == channels, "mamba_expand", expected, given["mamba_expand"])
+    need_key(inner == channels, "mamba_expand", expected, given["mamba_expand"])
     least, most = mamba_keys.read_limits(given)
     conv_bias = given["mamba_conv_bias"]
-    need(isinstance(conv_bias, bool), "mamba_conv_bias", "true or false", conv_bias)
+    need_key(isinstance(conv_bias, bool), "mamba_conv_bias", "true or false", conv_bias)
     return fields | {"mamba_conv_bias": conv_bias, "mamba_dt_min": least, "mamba_dt_max": most}
 
 

@@ -14,7 +14,7 @@ UNLIMITED: list[Any] = [0.0, INFINITY]
 DEFAULTS = {field.name: field.default for field in dataclasses.fields(DecoderConfig) if field.name.startswith("mamba_")}
 
 
-def need(ok: bool, key: str, expected: str, got: Any, change: str = "fetch it again") -> None:
+def need_key(ok: bool, key: str, expected: str, got: Any, change: str = "fetch it again") -> None:
     """Raises ConfigError unless a key of config.json is ok."""
     if not ok:
         raise ConfigError(f"model_path: config.json: {key}: expected {expected}, got {shown(got)}; {change}")
@@ -23,7 +23,7 @@ def need(ok: bool, key: str, expected: str, got: Any, change: str = "fetch it ag
 def read_sizes(given: dict[str, Any], names: dict[str, str]) -> dict[str, int]:
     """Reads whole numbers from 1 on. names: {`model` field: key}. Raises ConfigError for others."""
     for key in names.values():
-        need(type(given[key]) is int and given[key] > 0, key, "a whole number from 1 on", given[key])
+        need_key(type(given[key]) is int and given[key] > 0, key, "a whole number from 1 on", given[key])
     return {field: given[key] for field, key in names.items()}
 
 
@@ -32,7 +32,7 @@ def read_limits(given: dict[str, Any]) -> tuple[float, float]:
     said = given[LIMITS]
     numbers = [math.inf if x == INFINITY else x for x in said] if isinstance(said, list) else []
     ok = len(numbers) == 2 and all(type(x) in (int, float) for x in numbers) and 0 <= numbers[0] < numbers[1]
-    need(ok and math.isfinite(numbers[0]), LIMITS, "two numbers from 0 on, the second one larger", said)
+    need_key(ok and math.isfinite(numbers[0]), LIMITS, "two numbers from 0 on, the second one larger", said)
     least, most = map(float, numbers)
     return least, 0.0 if math.isinf(most) else most
 

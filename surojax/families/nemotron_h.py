@@ -6,9 +6,9 @@ says, and the MLP that every token uses by moe_shared_expert_intermediate_size, 
 
 from typing import Any
 
-from surojax.families import mamba_keys, mixer_keys
+from surojax.families import mamba_keys, mixer_keys, rope_keys
 from surojax.families.family import LLAMA_DEFAULTS, SHARED_EXPERT_TENSOR_NAMES, ModelFamily, in_safetensors
-from surojax.families.mamba_keys import UNLIMITED, need
+from surojax.families.mamba_keys import UNLIMITED, need_key
 from surojax.models.decoder_config import ATTENTION, EXPERTS, MAMBA, MLP
 from surojax.models.kinds.mamba2 import Mamba2
 from surojax.models.kinds.self_attention import Attention
@@ -45,18 +45,21 @@ def _types(given: dict[str, Any]) -> list[str]:
     types = given[BLOCKS] if given.get("layer_types") is None else given["layer_types"]
     if types is not None:
         for name in types:
-            need(name in TYPES, BLOCKS, f"{', '.join(TYPES)} of each layer", name, "nothing else is computed here")
+            need_key(name in TYPES, BLOCKS, f"{', '.join(TYPES)} of each layer", name, "nothing else is computed here")
         return [TYPES[name] for name in types]
     pattern = given[PATTERN]
-    need(isinstance(pattern, str) and set(pattern) <= {*LETTERS}, PATTERN, f"letters {' '.join(LETTERS)}", pattern)
+    need_key(isinstance(pattern, str) and set(pattern) <= {*LETTERS}, PATTERN, f"letters {' '.join(LETTERS)}", pattern)
     return [LETTERS[letter] for letter in pattern]
 
 
 def _read(given: dict[str, Any]) -> dict[str, Any]:
     types = _types(given)
-    need(len(types) > 0, BLOCKS, "a layer or more", types)
+    need_key(len(types) > 0, BLOCKS, "a layer or more", types)
+    rope = rope_keys.said(given)
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    need_key(kind == "default", "rope_type", "default, since no layer has a rotary embedding", kind, "remove it")
     eps = given["layer_norm_epsilon"]
-    need(type(eps) in (int, float) and eps > 0, "layer_norm_epsilon", "a number more than 0", eps)
+    need_key(type(eps) in (int, float) and eps > 0, "layer_norm_epsilon", "a number more than 0", eps)
     fields: dict[str, Any] = {
         "num_hidden_layers": len(types),
         "layer_types": mixer_keys.as_field(types),
@@ -64,13 +67,13 @@ def _read(given: dict[str, Any]) -> dict[str, Any]:
     }
     if MAMBA in types:
         bias, least = given["use_conv_bias"], given["time_step_min"]
-        need(type(least) in (int, float) and least > 0, "time_step_min", "a number more than 0", least)
+        need_key(type(least) in (int, float) and least > 0, "time_step_min", "a number more than 0", least)
         fields |= mamba_keys.read_sizes(given, OF_MAMBA)
         fields |= {"mamba_conv_bias": bool(bias), "mamba_dt_min": float(least)}
     if EXPERTS in types:
         fields |= mamba_keys.read_sizes(given, OF_EXPERTS) | {"scoring_func": "sigmoid"}
         factor = given["routed_scaling_factor"]
-        need(type(factor) in (int, float) and factor > 0, "routed_scaling_factor", "a number more than 0", factor)
+        need_key(type(factor) in (int, float) and factor > 0, "routed_scaling_factor", "a number more than 0", factor)
         fields |= {"routed_scaling_factor": float(factor), "norm_topk_prob": bool(given["norm_topk_prob"])}
     return fields
 
