@@ -98,6 +98,11 @@ OF_FAMILY: dict[str, dict[str, Any]] = {
     | {"num_hidden_layers": 5}
     | {"rope_parameters": {FULL: YARN, SLIDING: {"rope_type": "default", "rope_theta": 1e4}}},
     "muse_glimmer_text": WINDOW | {"num_hidden_layers": 5},
+    "gemma4_text": WINDOW
+    | {"num_hidden_layers": 6, "global_head_dim": 64, "num_global_key_value_heads": 1, "attention_k_eq_v": True}
+    | {"hidden_size_per_layer_input": 0, "final_logit_softcapping": 3.0, "tie_word_embeddings": True},
+    "gemma4_unified_text": WINDOW
+    | {"num_hidden_layers": 6, "global_head_dim": 64, "num_global_key_value_heads": 1, "attention_k_eq_v": True},
 }
 # Further models of a family, which are exported as they are and with a config.json that is made.
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -118,6 +123,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "olmo2 tied": {"tie_word_embeddings": True, "num_key_value_heads": 4},
     "olmo3 full": {"num_hidden_layers": 2, "layer_types": [FULL, FULL]},
     "muse_glimmer_text turned": {"layer_rope_theta": [1e4] * 5, "qk_scale_factor": 1.5, "tie_word_embeddings": True},
+    "gemma4_text plain": {"attention_k_eq_v": False, "layer_types": [SLIDING, FULL] * 3, "tie_word_embeddings": False},
+    "gemma4_text full": {"num_hidden_layers": 2, "layer_types": [FULL, FULL], "final_logit_softcapping": None},
     "deepseek_v3 plain": {"q_lora_rank": None, "rope_interleave": False, "rope_parameters": None, "n_group": 1}
     | {"topk_group": 1, "attention_bias": True},
     "glm4_moe plain": {

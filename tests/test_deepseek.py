@@ -1,6 +1,6 @@
-"""Families against transformers in float64: GLM-4.7-Flash, DeepSeek-V2, -V3, OLMo 2, 3 and Muse-Glimmer.
+"""Families against transformers in float64: GLM-4.7-Flash, DeepSeek-V2, -V3, OLMo 2, 3, Muse-Glimmer and Gemma 4.
 
-Their references are made by `fixtures/make_deepseek_reference.py` and `fixtures/make_olmo_reference.py`.
+Their references are made by `fixtures/make_deepseek_reference.py`, make_olmo_reference.py and make_gemma4_reference.py.
 """
 
 import dataclasses
@@ -54,14 +54,15 @@ from surojax.verification.settings import NVME_ALL
 
 REFERENCE: dict[str, np.ndarray] = {}
 KEYS: dict[str, dict[str, Any]] = {}  # by family
-for name in ("deepseek", "olmo"):
+for name in ("deepseek", "olmo", "gemma4"):
     with np.load(Path(__file__).parent / "fixtures" / f"{name}_reference.npz") as arrays:
         REFERENCE |= dict(arrays)
         said = json.loads(str(arrays["keys.json"]))
         KEYS |= {family: said[family] | {"changes": said["changes"]} for family in said if family != "changes"}
 CASES = ("glm", "glm_tied", "glm_groups", "v2", "v2_lite", "v2_tied", "v3", "v3_half", "v3_tied")
 CASES += ("olmo2", "olmo2_tied", "olmo2_yarn", "olmo3", "olmo3_tied", "olmo3_full", "muse", "muse_tied", "muse_turned")
-BIAS = "gate.e_score_correction_bias"
+CASES += ("gemma4", "gemma4_plain", "gemma4_full", "gemma4_unified")
+NOT_TRAINED = ("gate.e_score_correction_bias", "layer_scalar")
 
 
 def stored(case: str, what: str) -> dict[str, np.ndarray]:
@@ -111,7 +112,7 @@ def loss_and_gradients(layers: ByLayer, case: str):
     return jax.value_and_grad(lambda params: mean_loss(layers.logits(params, tokens), labels))
 
 
-@pytest.mark.parametrize("case", quick_at([(case,) for case in CASES], 5, 9, 16))
+@pytest.mark.parametrize("case", quick_at([(case,) for case in CASES], 5, 9, 16, 19))
 def test_logits_are_those_of_transformers(in_float64, case):  # noqa: F811
     layers = ByLayer(model_of(case))
     found = layers.logits(params_of(layers, case), jnp.asarray(REFERENCE[f"{case}/tokens"]))
@@ -121,15 +122,15 @@ def test_logits_are_those_of_transformers(in_float64, case):  # noqa: F811
 @pytest.mark.full
 @pytest.mark.parametrize("case", CASES)
 def test_loss_and_gradients_are_those_of_transformers(in_float64, case):  # noqa: F811
-    """Of all parameters; the bias of the choice has none."""
+    """Of all parameters; the bias of the choice and a layer's factor have none."""
     layers = ByLayer(model_of(case))
     loss, grads = loss_and_gradients(layers, case)(params_of(layers, case))
     assert_close(np.asarray(loss), REFERENCE[f"{case}/loss"], "loss")
     expected = together(stored(case, "grad"))
     names = layers.of_each(lambda param, segment, l: tensor_name(param, segment, l), lambda param: tensor_name(param))
     found = dict(zip(jax.tree.leaves(names), map(np.asarray, jax.tree.leaves(grads)), strict=True))
-    biases = {name: found.pop(name) for name in [*found] if name.endswith(BIAS)}
-    assert bool(biases) == case.startswith(("glm", "v3")) and not any(x.any() for x in biases.values())
+    others = {name: found.pop(name) for name in [*found] if name.endswith(NOT_TRAINED)}
+    assert bool(others) == case.startswith(("glm", "v3", "gemma4")) and not any(x.any() for x in others.values())
     assert found.keys() == expected.keys()
     for name, x in found.items():  # of which the reference has float32
         assert_close(x, expected[name].astype(np.float64), name, 1e-7)
@@ -189,7 +190,7 @@ def written(folder: Path, case: str, weights: dict[str, np.ndarray], **changes) 
     return folder
 
 
-@pytest.mark.parametrize("case", quick_at([(case,) for case in CASES], 5, 9, 16))
+@pytest.mark.parametrize("case", quick_at([(case,) for case in CASES], 5, 9, 16, 19))
 def test_models_come_out_as_they_went_in(tmp_path, case):
     """To the bit, from files with a tensor for each expert and of all; the same config.json."""
     weights = stored(case, "weight")
@@ -288,6 +289,16 @@ REFUSED: dict[str, dict[int, str]] = {
     "muse_glimmer_text": {7: "layer_types", 8: "layer_types", 9: "clip_qkv", 10: "norm_after", 12: "qk_scale_factor"}
     | {13: "qk_scale_factor", 15: "output_multiplier", 17: "post_norm_eps"}
     | dict.fromkeys((18, 22, 24, 25), "layer_rope_theta"),
+    "gemma4_text": {28: "rope_partial", 33: "rope_factor", 37: "partial_rotary", 39: "rope_type default"}
+    | {43: "hidden_size_per_layer_input", 50: "enable_moe_block", 52: "use_bidirectional"},
+    "gemma4_unified_text": {28: "rope_partial", 33: "rope_factor", 37: "partial_rotary", 39: "rope_type default"}
+    | {
+        43: "has hidden_size_per_layer_input",
+        45: "has vocab_size_per",
+        50: "has enable_moe_block",
+        51: "has moe",
+        52: "use_bidirectional",
+    },
     "deepseek_v3": {2: "q_lora_rank", 5: "n_group", 9: "topk_method", 12: "scoring_func", 15: "moe_layer_freq"}
     | {i: "mlp_layer_types" for i in range(19, 25)}
     | {27: "rope_mscale_all_dim", 29: "rope_factor", 30: "rope_type linear"},

@@ -13,10 +13,11 @@ from typing import Any
 import jax
 from flax import nnx
 
-from surojax.models.decoder_config import ATTENTION, DELTA, LATENT, SCORE, DecoderConfig
+from surojax.models.decoder_config import ATTENTION, DELTA, GLOBAL, LATENT, SCORE, SLIDING, DecoderConfig
 from surojax.models.kinds.experts import Experts
 from surojax.models.kinds.gated_delta import GatedDelta
 from surojax.models.kinds.gated_mlp import SwiGLU
+from surojax.models.kinds.global_attention import GlobalAttention
 from surojax.models.kinds.latent_attention import LatentAttention
 from surojax.models.kinds.self_attention import Attention
 from surojax.models.kinds.short_conv import ShortConv
@@ -36,7 +37,14 @@ def times(factor: float, x: jax.Array) -> jax.Array:
 
 
 # By their names in layer_types.
-MIXERS: dict[str, type[Mixer]] = {ATTENTION: Attention, "conv": ShortConv, DELTA: GatedDelta, LATENT: LatentAttention}
+MIXERS: dict[str, type[Mixer]] = {
+    ATTENTION: Attention,
+    "conv": ShortConv,
+    DELTA: GatedDelta,
+    LATENT: LatentAttention,
+    SLIDING: Attention,
+    GLOBAL: GlobalAttention,
+}
 
 
 def sublayer_types(config: DecoderConfig) -> tuple[type[Mixer], type[Mlp]]:
@@ -58,7 +66,8 @@ class Block(nnx.Module):
     """Computes a decoder layer: x + mixer(norm(x)), then x + mlp(norm(x)).
 
     Training, sampling and the plain `Decoder` share this definition. With sandwich norms it is
-    x + norm(mixer(norm(x))), then x + norm(mlp(norm(x))); without input norms the inner ones are left out.
+    x + norm(mixer(norm(x))), then x + norm(mlp(norm(x))); without input norms the inner ones are left out. With
+    `layer_scalar` the result is multiplied by that number, which has no gradient.
 
     A subclass computes something else: `__call__` has to use `ops`, `cache` and `routing` as here, `__init__` may add
     parameters (`layers.parameter`), and `handed_on` returns what a chunk hands on, if `sequence_chunks` divides the
@@ -82,6 +91,9 @@ class Block(nnx.Module):
         if config.sandwich_norms:
             self.attention_out_norm = norm()
             self.mlp_out_norm = norm()
+        if config.layer_scalar:
+            ones = nnx.initializers.ones
+            self.layer_scalar = parameter(rngs, (1,), ("scalar",), ones, Kind.VECTOR, learning_rate_factor=0.0)
         add_adapters(self, config.lora, rngs=rngs)
 
     @property
@@ -134,12 +146,18 @@ class Block(nnx.Module):
             attended_BSD, cache = recomputed(lambda x: attention(x, lambda x: attention_norm(x)[0]), again.att)(x_BSD)
             x_BSD = x_BSD + attended_BSD
             y_BSD, routed = recomputed(lambda x: mlp(x, lambda x: mlp_norm(x)[0]), again.ffn)(x_BSD)
-            return x_BSD + y_BSD, cache, routed
+            return self._scaled(x_BSD + y_BSD), cache, routed
         y_BSD, x_BSD = attention_norm(x_BSD)
         attended_BSD, cache = recomputed(attention, again.att)(y_BSD)
         y_BSD, x_BSD = mlp_norm(x_BSD, attended_BSD)
         y_BSD, routed = recomputed(mlp, again.ffn)(y_BSD)
-        return x_BSD + y_BSD, cache, routed
+        return self._scaled(x_BSD + y_BSD), cache, routed
+
+    def _scaled(self, x_BSD: jax.Array) -> jax.Array:
+        """Multiplies by `layer_scalar`, if there is one."""
+        if not self.config.layer_scalar:
+            return x_BSD
+        return x_BSD * jax.lax.stop_gradient(self.layer_scalar[...]).astype(x_BSD.dtype)[None, None]
 
 
 class Outer(nnx.Module):
