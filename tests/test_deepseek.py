@@ -292,13 +292,7 @@ REFUSED: dict[str, dict[int, str]] = {
     "gemma4_text": {28: "rope_partial", 33: "rope_factor", 37: "partial_rotary", 39: "rope_type default"}
     | {43: "hidden_size_per_layer_input", 50: "enable_moe_block", 52: "use_bidirectional"},
     "gemma4_unified_text": {28: "rope_partial", 33: "rope_factor", 37: "partial_rotary", 39: "rope_type default"}
-    | {
-        43: "has hidden_size_per_layer_input",
-        45: "has vocab_size_per",
-        50: "has enable_moe_block",
-        51: "has moe",
-        52: "use_bidirectional",
-    },
+    | {43: "hidden_size_per_layer_input: expected 0", 45: "vocab_size_per", 50: "moe", 51: "moe", 52: "use_bidir"},
     "deepseek_v3": {2: "q_lora_rank", 5: "n_group", 9: "topk_method", 12: "scoring_func", 15: "moe_layer_freq"}
     | {i: "mlp_layer_types" for i in range(19, 25)}
     | {27: "rope_mscale_all_dim", 29: "rope_factor", 30: "rope_type linear"},
@@ -458,6 +452,28 @@ OLMO = dataclasses.replace(
     rope_local_base_freq=100.0,
     rope_scaling=RopeScaling("yarn", factor=8.0, original_max_position_embeddings=8),
 )
+GEMMA4 = dataclasses.replace(
+    CONFIG,
+    num_hidden_layers=5,
+    num_key_value_heads=4,
+    layer_types="sliding_attention,global_attention",
+    sliding_window=5,
+    global_head_dim=12,
+    num_global_key_value_heads=2,
+    attention_k_eq_v=True,
+    rope_scaling=RopeScaling("proportional", partial_rotary_factor=0.5),
+    rope_local_base_freq=100.0,
+    sandwich_norms=True,
+    qk_norm=True,
+    v_norm_weightless=True,
+    layer_scalar=True,
+    scale_embedding=True,
+    query_pre_attn_scalar=1.0,
+    final_logit_softcapping=1.0,
+    hidden_act="gelu_pytorch_tanh",
+    tie_word_embeddings=True,
+)
+STAGES_OF_GEMMA4 = dataclasses.replace(GEMMA4, num_hidden_layers=4)
 MUSE = dataclasses.replace(
     CONFIG,
     num_hidden_layers=5,
@@ -500,14 +516,20 @@ MUSE = dataclasses.replace(
             (MUSE, 1, {"sequence_chunks": 2}),
             (MUSE, 4, {"tp_size": 4}),
             (dataclasses.replace(MUSE, num_hidden_layers=4), 2, {"pp_size": 2}),
+            (GEMMA4, 8, {"zero_level": 3, "cp_size": 2, "tp_size": 2, "shard_outer": True, **ALL}),
+            (GEMMA4, 4, {"cp_size": 2, "tp_size": 2, "cp_method": "ring"}),
+            (GEMMA4, 1, {"sequence_chunks": 2}),
+            (GEMMA4, 4, {"sequence_chunks": 2, "cp_size": 2, "tp_size": 2}),
+            (GEMMA4, 4, {"zero_level": 2, "replicate": 2, "resident_layers": 3, "offload_weights": True}),
+            (STAGES_OF_GEMMA4, 4, {"pp_size": 2, "zero_level": 1, "tp_size": 2}),
         ]
     ),
 )
 def test_gradients_equal_reverse_mode(config, devices, placed):
     """Whatever the placement: the heads divided over tp, the latents gathered over cp or carried between chunks."""
-    chunks = placed.get("sequence_chunks", 1)
-    placed = {name: value for name, value in placed.items() if name != "sequence_chunks"}
-    model = decoder_model.build(config, Compute(sequence_chunks=chunks))
+    how = {name: placed[name] for name in ("sequence_chunks", "cp_method") if name in placed}
+    placed = {name: value for name, value in placed.items() if name not in how}
+    model = decoder_model.build(config, Compute(**how))
     small = Small(devices, model=model, microbatches_per_fetch=3, **placed)
     with vectors_drawn():
         params = model.init(0)
@@ -529,7 +551,7 @@ def test_adapters_have_one_gradient_however_heads_are_divided(sizes):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("config", [WITH_EXPERTS, OLMO, MUSE])
+@pytest.mark.parametrize("config", [WITH_EXPERTS, OLMO, MUSE, GEMMA4])
 def test_trains_alike_under_every_placement(tmp_path, config):
     """To the bit: with everything offloaded, updated under the next forward pass, and in files."""
     model = decoder_model.build(config)
@@ -545,7 +567,7 @@ def test_trains_alike_under_every_placement(tmp_path, config):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("case", ("glm", "v2_lite", "olmo3", "muse"))
+@pytest.mark.parametrize("case", ("glm", "v2_lite", "olmo3", "muse", "gemma4"))
 def test_documents_in_a_row_are_computed_as_alone(in_float64, case):  # noqa: F811
     """Also a document of one token."""
     layers = ByLayer(model_of(case))

@@ -178,8 +178,9 @@ GEMMA4_IMAGES = ImageTextFamily(model_type="gemma4", text_types=("gemma4_text",)
 GEMMA4_UNIFIED = ModelFamily(
     model_type="gemma4_unified_text",
     transformers_class="Gemma4UnifiedForCausalLM",
-    defaults=DEFAULTS | {"sliding_window": 1024},
-    required=REQUIRED,
+    # Its class reads none of the other family's keys.
+    defaults=DEFAULTS | {"sliding_window": 1024, "vocab_size_per_layer_input": None},
+    required=REQUIRED | {EMBEDDINGS: (0, None), "enable_moe_block": (False, None)},
     read=_read,
     write=_write,
     **OF_FAMILY,
