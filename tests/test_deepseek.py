@@ -292,7 +292,7 @@ REFUSED: dict[str, dict[int, str]] = {
     "gemma4_text": {28: "rope_partial", 33: "rope_factor", 37: "partial_rotary", 39: "rope_type default"}
     | {43: "hidden_size_per_layer_input", 50: "enable_moe_block", 52: "use_bidirectional"},
     "gemma4_unified_text": {28: "rope_partial", 33: "rope_factor", 37: "partial_rotary", 39: "rope_type default"}
-    | {43: "hidden_size_per_layer_input: expected 0", 45: "vocab_size_per", 50: "moe", 51: "moe", 52: "use_bidir"},
+    | {43: "hidden_size_per_layer_input: expected 0", 50: "moe", 51: "moe", 52: "use_bidir"},
     "deepseek_v3": {2: "q_lora_rank", 5: "n_group", 9: "topk_method", 12: "scoring_func", 15: "moe_layer_freq"}
     | {i: "mlp_layer_types" for i in range(19, 25)}
     | {27: "rope_mscale_all_dim", 29: "rope_factor", 30: "rope_type linear"},

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 
 from surojax.models.decoder_config import ATTENTION, DELTA, GLOBAL, LATENT, SCORE, SLIDING, DecoderConfig
@@ -28,12 +29,28 @@ from surojax.models.lora import add_adapters
 from surojax.models.model import DEFAULT, ROUTES, Cache, Earlier, Routed, Routing, Variant
 from surojax.models.operations import Operations, normalised, softcapped
 from surojax.models.recompute import recomputed
+from surojax.numerics.rounding import materialised
 from surojax.placement.param import VOCABULARY, Kind
 
 
 def times(factor: float, x: jax.Array) -> jax.Array:
     """Returns factor x; x itself if the factor is 1."""
     return x if factor == 1 else factor * x
+
+
+@jax.custom_vjp
+def scaled(x_BSD: jax.Array, factor_1: jax.Array) -> jax.Array:
+    """Returns x times a number `[1]` that is not trained: its gradient is 0.
+
+    The result and x's gradient are written to memory, so that no kernel contracts them into a sum that follows.
+    """
+    return materialised(x_BSD * factor_1[None, None])
+
+
+scaled.defvjp(
+    lambda x_BSD, factor_1: (scaled(x_BSD, factor_1), factor_1),
+    lambda factor_1, dx_BSD: (materialised(dx_BSD * factor_1[None, None]), jnp.zeros_like(factor_1)),
+)
 
 
 # By their names in layer_types.
@@ -157,7 +174,7 @@ class Block(nnx.Module):
         """Multiplies by `layer_scalar`, if there is one."""
         if not self.config.layer_scalar:
             return x_BSD
-        return x_BSD * jax.lax.stop_gradient(self.layer_scalar[...]).astype(x_BSD.dtype)[None, None]
+        return scaled(x_BSD, self.layer_scalar[...].astype(x_BSD.dtype))
 
 
 class Outer(nnx.Module):
