@@ -4,19 +4,30 @@ There are two families of one arithmetic: of models whose images pass through an
 ("unified", 12B).
 
 Of the layers without a window keys and values may be of one product (`attention_k_eq_v`). Each layer's output is
-multiplied by a number that is not trained. Models with experts, with embeddings of each layer, and with layers that
-take the keys and values of an earlier one, are not computed.
+multiplied by a number that is not trained. Models with embeddings of each layer, and with layers that take the keys and
+values of an earlier one (E2B, E4B), are not computed.
 """
 
 from typing import Any
 
 from surojax.errors import ConfigError
 from surojax.families import mixer_keys, rope_keys, window_keys
-from surojax.families.family import LAYER, LLAMA_DEFAULTS, SIZES, ImageTextFamily, ModelFamily
+from surojax.families.family import (
+    EXPERTS,
+    LAYER,
+    LLAMA_DEFAULTS,
+    SIZES,
+    ExpertFiles,
+    ImageTextFamily,
+    ModelFamily,
+    in_safetensors,
+)
 from surojax.families.gemma import ACTIVATION, OPTIONS, TENSORS, check_caps
 from surojax.families.rope_keys import PARTIAL
 from surojax.families.window_keys import FULL, SLIDING
 from surojax.models.decoder_config import GLOBAL
+from surojax.models.kinds.gated_mlp import SwiGLU
+from surojax.models.kinds.mlp_with_experts import MlpWithExperts
 from surojax.models.rotary import PROPORTIONAL
 
 HEAD_DIM, HEADS = "global_head_dim", "num_global_key_value_heads"  # of layers without a window
@@ -88,14 +99,23 @@ def _read(given: dict[str, Any]) -> dict[str, Any]:
     return fields | {"layer_types": mixer_keys.as_field([GLOBAL if kind == FULL else SLIDING for kind in types])}
 
 
-def _read_without_embeddings(given: dict[str, Any]) -> dict[str, Any]:
-    """Reads a model that may have embeddings of each layer. Raises ConfigError if it has."""
+def _read_with_experts(given: dict[str, Any]) -> dict[str, Any]:
+    """Reads a model that may have experts. Raises ConfigError if it has embeddings of each layer."""
     if given[EMBEDDINGS] != 0:
         raise ConfigError(
             f"model_path: config.json: {EMBEDDINGS}: expected 0, got {given[EMBEDDINGS]!r}; embeddings of each layer "
-            "(Gemma 4 E2B and E4B) are not computed; give a model without them (12B, 31B)"
+            "(Gemma 4 E2B and E4B) are not computed; give a model without them (12B, 31B, 26B-A4B)"
         )
-    return _read(given)
+    if not given["enable_moe_block"]:
+        return _read(given)
+    sizes = {name: given[theirs] for name, theirs in SIZES_OF_EXPERTS.items()}
+    for name, size in sizes.items():
+        if type(size) is not int or size < 1:
+            raise ConfigError(
+                f"model_path: config.json: {SIZES_OF_EXPERTS[name]}: expected more than 0 with enable_moe_block, got "
+                f"{size!r}; fetch it again"
+            )
+    return _read(given) | sizes | {"experts_beside_mlp": True, "norm_topk_prob": True}
 
 
 def _write(fields: dict[str, Any]) -> dict[str, Any]:
@@ -118,6 +138,22 @@ def _write(fields: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def _write_with_experts(fields: dict[str, Any]) -> dict[str, Any]:
+    has_experts = fields["num_experts"] > 0
+    sizes = {theirs: fields[name] if has_experts else None for name, theirs in SIZES_OF_EXPERTS.items()}
+    return _write(fields) | sizes | {EMBEDDINGS: 0, "enable_moe_block": has_experts}
+
+
+# In a config here, and in a config.json.
+SIZES_OF_EXPERTS = {
+    "num_experts": "num_experts",
+    "num_experts_per_tok": "top_k_experts",
+    "moe_intermediate_size": "moe_intermediate_size",
+}
+OF_EXPERTS = in_safetensors(MlpWithExperts)
+IN_FILES = {
+    f"mlp.experts.{ours}": OF_EXPERTS[f"mlp.experts.{ours}"].replace(EXPERTS, "experts.") for ours in SwiGLU.tensors
+}
 DEFAULTS: dict[str, Any] = LLAMA_DEFAULTS | {
     "vocab_size": 262144,
     "hidden_size": 2304,
@@ -163,16 +199,19 @@ GEMMA4 = ModelFamily(
     | {
         "sliding_window": 512,
         EMBEDDINGS: 256,
+        "enable_moe_block": False,
         # Without embeddings of each layer and without experts these say nothing.
         "vocab_size_per_layer_input": 262144,
         "num_experts": None,
         "top_k_experts": None,
         "moe_intermediate_size": None,
     },
-    required=REQUIRED | {"enable_moe_block": (False,)},
-    read=_read_without_embeddings,
-    write=lambda fields: _write(fields) | {EMBEDDINGS: 0},
-    **OF_FAMILY,
+    required=REQUIRED,
+    read=_read_with_experts,
+    write=_write_with_experts,
+    canonical=OF_FAMILY["tensors"] | OF_EXPERTS,
+    expert_files=ExpertFiles("experts.gate_up_proj", "experts.down_proj", only=True, module="experts"),
+    **OF_FAMILY | {"tensors": OF_FAMILY["tensors"] | OF_EXPERTS | IN_FILES},
 )
 GEMMA4_IMAGES = ImageTextFamily(model_type="gemma4", text_types=("gemma4_text",))
 GEMMA4_UNIFIED = ModelFamily(

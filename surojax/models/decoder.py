@@ -20,6 +20,7 @@ from surojax.models.kinds.gated_delta import GatedDelta
 from surojax.models.kinds.gated_mlp import SwiGLU
 from surojax.models.kinds.global_attention import GlobalAttention
 from surojax.models.kinds.latent_attention import LatentAttention
+from surojax.models.kinds.mlp_with_experts import MlpWithExperts
 from surojax.models.kinds.self_attention import Attention
 from surojax.models.kinds.short_conv import ShortConv
 from surojax.models.kinds.sublayer import LayerKinds, Mixer, Mlp
@@ -66,7 +67,8 @@ MIXERS: dict[str, type[Mixer]] = {
 
 def sublayer_types(config: DecoderConfig) -> tuple[type[Mixer], type[Mlp]]:
     """The classes of a layer's mixer and MLP. config: of layers that are alike, see `DecoderConfig.segments`."""
-    return MIXERS[config.layer_types or ATTENTION], Experts if config.num_experts else SwiGLU
+    mlp = SwiGLU if not config.num_experts else MlpWithExperts if config.experts_beside_mlp else Experts
+    return MIXERS[config.layer_types or ATTENTION], mlp
 
 
 def declarations(config: DecoderConfig) -> dict[str, LayerKinds]:
@@ -161,13 +163,18 @@ class Block(nnx.Module):
 
         if again.norm:
             attended_BSD, cache = recomputed(lambda x: attention(x, lambda x: attention_norm(x)[0]), again.att)(x_BSD)
-            x_BSD = x_BSD + attended_BSD
-            y_BSD, routed = recomputed(lambda x: mlp(x, lambda x: mlp_norm(x)[0]), again.ffn)(x_BSD)
-            return self._scaled(x_BSD + y_BSD), cache, routed
+            return self._with_mlp(x_BSD + attended_BSD, mlp, mlp_norm, again.ffn, cache)
         y_BSD, x_BSD = attention_norm(x_BSD)
         attended_BSD, cache = recomputed(attention, again.att)(y_BSD)
+        if self.mlp.reads_residual:
+            return self._with_mlp(x_BSD + attended_BSD, mlp, mlp_norm, again.ffn, cache)
         y_BSD, x_BSD = mlp_norm(x_BSD, attended_BSD)
         y_BSD, routed = recomputed(mlp, again.ffn)(y_BSD)
+        return self._scaled(x_BSD + y_BSD), cache, routed
+
+    def _with_mlp(self, x_BSD: jax.Array, mlp: Callable, mlp_norm: Callable, again: bool, cache: Any) -> tuple:
+        """Adds the MLP of the residual stream x, which is normed in it, and returns the block's results."""
+        y_BSD, routed = recomputed(lambda x: mlp(x, lambda x: mlp_norm(x)[0]), again)(x_BSD)
         return self._scaled(x_BSD + y_BSD), cache, routed
 
     def _scaled(self, x_BSD: jax.Array) -> jax.Array:

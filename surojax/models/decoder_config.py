@@ -61,6 +61,8 @@ class DecoderConfig:
     n_group: int = declare(1, AT_LEAST_1)
     # see n_group
     topk_group: int = declare(1, AT_LEAST_1)
+    # layers with experts have an MLP of intermediate_size beside them, and norms of both (Gemma 4 26B-A4B)
+    experts_beside_mlp: bool = False
     # biases on the router's logits and on the experts' products (gpt-oss)
     expert_bias: bool = False
     # decoder blocks
