@@ -31,6 +31,7 @@ from surojax.models.kinds.mlp_with_experts import MlpWithExperts
 from surojax.models.rotary import PROPORTIONAL
 
 HEAD_DIM, HEADS = "global_head_dim", "num_global_key_value_heads"  # of layers without a window
+IN_LAYER = {HEAD_DIM: "head_dim", HEADS: "num_key_value_heads"}
 BY_LAYER = "per_layer_config"  # where transformers writes the two, by the number of a layer
 NOT_SAID = ()  # null says that heads of all layers are equal
 SHARED, CAP, LOCAL_BASE = "attention_k_eq_v", "final_logit_softcapping", "rope_local_base_freq"
@@ -50,7 +51,10 @@ def _read_layer_types(given: dict[str, Any], window: int) -> list[str]:
 
 
 def _read_heads(given: dict[str, Any], full: list[int]) -> dict[str, Any]:
-    """Reads channels and number of the key/value heads of layers without a window. full: their numbers."""
+    """Reads channels and number of the key/value heads of layers without a window. full: their numbers.
+
+    0: as in the other layers.
+    """
     if given[BY_LAYER] == NOT_SAID:
         heads = given[HEADS] if given[SHARED] else None  # else transformers' class does not read it
         if not given[HEAD_DIM] or heads == 0:
@@ -58,17 +62,19 @@ def _read_heads(given: dict[str, Any], full: list[int]) -> dict[str, Any]:
                 f"model_path: config.json: {HEAD_DIM}, {HEADS}: expected more than 0, got {given[HEAD_DIM]!r}, "
                 f"{given[HEADS]!r}; fetch it again"
             )
-        return {HEAD_DIM: given[HEAD_DIM], HEADS: heads or 0}
-    by_layer = given[BY_LAYER] or {}
-    said = {int(l): layer for l, layer in by_layer.items()}
-    first = said.get(full[0], {})
-    if said != ({l: first for l in full} if first else {}) or not first.keys() <= {"head_dim", "num_key_value_heads"}:
-        raise ConfigError(
-            f"model_path: config.json: {BY_LAYER}: expected the same head_dim and num_key_value_heads for each layer "
-            f"with full_attention ({', '.join(map(str, full))}) and for no other, got {str(by_layer)[:200]}; fetch it "
-            "again"
-        )
-    return {HEAD_DIM: first.get("head_dim", 0), HEADS: first.get("num_key_value_heads", 0)}
+        of_full = {"head_dim": given[HEAD_DIM], "num_key_value_heads": heads}
+    else:
+        by_layer = given[BY_LAYER] or {}
+        said = {int(l): layer for l, layer in by_layer.items()}
+        of_full = said.get(full[0], {})
+        if said != ({l: of_full for l in full} if of_full else {}) or not of_full.keys() <= {*IN_LAYER.values()}:
+            raise ConfigError(
+                f"model_path: config.json: {BY_LAYER}: expected the same head_dim and num_key_value_heads for each "
+                f"layer with full_attention ({', '.join(map(str, full))}) and for no other, got {str(by_layer)[:200]}; "
+                "fetch it again"
+            )
+    found = {ours: of_full.get(theirs) or 0 for ours, theirs in IN_LAYER.items()}
+    return {ours: 0 if size == given[IN_LAYER[ours]] else size for ours, size in found.items()}
 
 
 def _read_rope(given: dict[str, Any], types: set[str]) -> dict[str, Any]:
@@ -122,7 +128,11 @@ def _write(fields: dict[str, Any]) -> dict[str, Any]:
     types = [FULL if name == GLOBAL else name for name in mixer_keys.types_of(fields)]
     full = {"rope_type": fields["rope_scaling"], "rope_theta": fields["rope_theta"]}
     full |= {PARTIAL: fields[f"rope_{PARTIAL}"], "factor": fields["rope_factor"]}
-    return {
+    by_layer: dict[str, Any] = {}
+    if fields[HEADS] and not fields[SHARED]:  # which is read of no other key
+        of_full = {"head_dim": fields[HEAD_DIM] or fields["head_dim"], "num_key_value_heads": fields[HEADS]}
+        by_layer = {BY_LAYER: {str(l): of_full for l, kind in enumerate(types) if kind == FULL}}
+    return by_layer | {
         "head_dim": fields["head_dim"],
         HEAD_DIM: fields[HEAD_DIM] or fields["head_dim"],
         HEADS: fields[HEADS] or None,

@@ -20,6 +20,7 @@ from surojax.models.linear import Product
 from surojax.models.model import Cache, Earlier
 from surojax.models.operations import Operations
 from surojax.models.recompute import save_inputs_only
+from surojax.models.rotary import gradient_in_one_pass
 
 OUT = Product(3, "attention_output", "d_attention")
 
@@ -104,7 +105,10 @@ class Attention(Mixer):
         names = ("qk" if self.values_are_keys else "qkv") + ("g" if c.attn_gate_proj else "")
         projections = [projection(self, f"w{name}", f"b{name}") for name in names]
         q, k, *others = ops.linears(x_BSD, projections, norm)
-        v, *gate = (k, *others) if self.values_are_keys else others
+        if self.values_are_keys:  # the sum of their gradients has no product in it, which a kernel could contract
+            others = [gradient_in_one_pass(k), *others]
+            k = gradient_in_one_pass(k)
+        v, *gate = others
         if c.qk_norm_whole:
             q = ops.norm_of_all_heads(q, self.q_norm[...], "heads", c.rms_norm_eps)
             k = ops.norm_of_all_heads(k, self.k_norm[...], "kv_heads", c.rms_norm_eps)
