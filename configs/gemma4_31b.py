@@ -43,6 +43,7 @@ def get_config():
     c.sequence_len = 2048
     c.gradient_accumulation_steps = 8
     c.lmhead_chunks = 32
+    c.offload_residual = True
     c.learning_rate = 2e-4
     c.warmup_ratio = 0.03
     c.weight_decay = 0.0

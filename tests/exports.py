@@ -124,6 +124,12 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "olmo3 full": {"num_hidden_layers": 2, "layer_types": [FULL, FULL]},
     "muse_glimmer_text turned": {"layer_rope_theta": [1e4] * 5, "qk_scale_factor": 1.5, "tie_word_embeddings": True},
     "gemma4_text plain": {"attention_k_eq_v": False, "layer_types": [SLIDING, FULL] * 3, "tie_word_embeddings": False},
+    "gemma4_text experts": {
+        "enable_moe_block": True,
+        "num_experts": 4,
+        "top_k_experts": 2,
+        "moe_intermediate_size": 32,
+    },
     "gemma4_text full": {"num_hidden_layers": 2, "layer_types": [FULL, FULL], "final_logit_softcapping": None},
     "deepseek_v3 plain": {"q_lora_rank": None, "rope_interleave": False, "rope_parameters": None, "n_group": 1}
     | {"topk_group": 1, "attention_bias": True},
@@ -214,7 +220,12 @@ class Drawn:
         return self._shapes[name]
 
     def read(self, name: str) -> np.ndarray:
-        return drawn(name, self._shapes[name]) * (5 if "gate.weight" in name else 1) + ("norm" in name)
+        return drawn(name, self._shapes[name]) * (5 if "gate.weight" in name else 1) + self._mean(name)
+
+    @staticmethod
+    def _mean(name: str) -> bool:
+        """1 for a factor of channels, of experts or of a layer, else 0."""
+        return "norm" in name or name.endswith(("layer_scalar", "router.scale", "per_expert_scale"))
 
 
 def drawn(name: str, shape: tuple[int, ...]) -> np.ndarray:

@@ -35,6 +35,7 @@ FAMILIES = (
     "olmo2",
     "olmo3",
     "muse_glimmer_text",
+    "gemma4_text",
 )
 BASES = ("qlora_bnb", "qlora_fp8", "qlora_fp4")
 
@@ -45,7 +46,7 @@ def folder_of(path: Path, family: str) -> Path:
     path.mkdir()
     (path / "config.json").write_text(json.dumps(config))
     of_model = shapes(model_of(config)[1])
-    tensors = {name: drawn(name, shape) + ("norm" in name) for name, shape in of_model.items()}
+    tensors = {name: drawn(name, shape) + ("norm" in name or "scalar" in name) for name, shape in of_model.items()}
     safetensors.numpy.save_file(apart(tensors), path / SINGLE)
     save_tokenizer(path / "tokenizer.json")
     return path

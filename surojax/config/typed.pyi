@@ -48,6 +48,8 @@ class ModelFields(Section):
     r"""groups of the experts, of which a token chooses in the best topk_group."""
     topk_group: int
     r"""see n_group."""
+    experts_beside_mlp: bool
+    r"""layers with experts have an MLP of intermediate_size beside them, and norms of both (Gemma 4 26B-A4B)."""
     expert_bias: bool
     r"""biases on the router's logits and on the experts' products (gpt-oss)."""
     num_hidden_layers: int
@@ -532,6 +534,7 @@ class Sizes(TypedDict, total=False):
     first_k_dense_replace: int
     n_group: int
     topk_group: int
+    experts_beside_mlp: bool
     expert_bias: bool
     num_hidden_layers: int
     layer_types: str
