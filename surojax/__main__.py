@@ -9,6 +9,7 @@ Imports neither JAX nor the verb's module before it knows the verb.
 """
 
 import difflib
+import errno
 import importlib.metadata
 import os
 import platform
@@ -183,8 +184,22 @@ def main() -> None:
         run_arguments()
         sys.stdout.flush()
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes it once more when it ends
+        forget_output()
         sys.exit(128 + signal.SIGPIPE)
+    except OSError as error:
+        if error.filename or error.errno not in NOT_WRITTEN:
+            raise
+        forget_output()
+        print(f"surojax: error: could not write the output ({error.strerror})", file=sys.stderr)
+        sys.exit(1)
+
+
+NOT_WRITTEN = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EFBIG)
+
+
+def forget_output() -> None:
+    """Replaces standard output, which Python flushes once more when it ends, by /dev/null."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def run_arguments() -> None:

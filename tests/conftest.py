@@ -15,6 +15,7 @@ import gc
 import os
 import random
 import site
+import subprocess
 import tempfile
 import threading
 import time
@@ -27,7 +28,7 @@ STARTED = pytest.StashKey[float]()  # of the run, in seconds since the epoch
 
 def pytest_addoption(parser):
     parser.addoption("--all", action="store_true", help="also run the tests marked `full`")
-    text = "start no test later than this; files are taken in another order each time, so that all of them have a turn"
+    text = "start no test later than this; first come files changed lately, in another order each time, then the others"
     parser.addoption("--minutes", type=float, help=text)
     text = "draw the rows of tests/test_drawn.py, and pairs of settings that may be refused, by another seed than 0"
     parser.addoption("--drawn-by", type=int, default=0, metavar="SEED", help=text)
@@ -163,6 +164,8 @@ def pytest_collection_modifyitems(config, items):
     if config.option.minutes is not None:
         files = sorted({item.path for item in items})
         random.Random(config.stash[STARTED]).shuffle(files)
+        changed = changed_lately(config.rootpath)
+        files.sort(key=lambda file: file not in changed)
         items.sort(key=lambda item: files.index(item.path))
     if config.option.all or config.option.markexpr or any("::" in argument for argument in config.args):
         return
@@ -172,6 +175,17 @@ def pytest_collection_modifyitems(config, items):
     items[:] = [item for item in items if item not in out]
     config.stash[LEFT_OUT] = len(left_out)
     config.hook.pytest_deselected(items=left_out)
+
+
+def changed_lately(root):
+    """The files that commits of the last four hours before HEAD changed; none where git or its history is missing."""
+
+    def git(*arguments):
+        return subprocess.run(["git", *arguments], cwd=root, capture_output=True, text=True, check=False).stdout
+
+    newest = git("log", "-1", "--format=%ct").strip()
+    names = git("log", f"--since={int(newest) - 4 * 3600}", "--format=", "--name-only") if newest else ""
+    return {root / name for name in names.splitlines() if name}
 
 
 def is_full(item, cases):

@@ -147,6 +147,18 @@ LAYOUTS = ("apart", "together")
 WITHOUT_HEAD_DIM = ("granitemoe", "olmoe", "qwen2", "glm4_moe_lite", "deepseek_v2", "deepseek_v3")
 
 
+# What GGUF files have in place of options that no file says.
+SAID_IN_GGUF: dict[str, dict[str, Any]] = {
+    "gemma2": {"head_dim": 256, "query_pre_attn_scalar": 256},
+    "gemma3_text": {"head_dim": 256, "query_pre_attn_scalar": 256},
+    "muse_glimmer_text": {"rms_norm_eps": 1e-5, "post_norm_eps": 1e-8},
+    "qwen3_next": {"mlp_only_layers": [], "norm_topk_prob": True},
+    "glm4_moe_lite": {"num_key_value_heads": 2, "attention_bias": False},
+    "deepseek_v2": {"num_key_value_heads": 2, "topk_method": "greedy", "n_group": None, "topk_group": None},
+    "deepseek_v3": {"num_key_value_heads": 2, "rope_parameters": YARN | {"mscale": 0.7, "mscale_all_dim": 0.7}},
+}
+
+
 class Case(NamedTuple):
     """An export. layout: "apart": each expert has tensors of its own, as in a family without experts; "together"."""
 
@@ -199,6 +211,7 @@ def config_of(case: Case) -> dict[str, Any]:
     if case.kind == "gguf":  # transformers reads neither head_dim nor the experts' width, and takes those of the family
         given |= {"moe_intermediate_size": 768} if family == "qwen3_moe" else {}
         given |= {"head_dim": 128} if family.startswith("qwen3") else {"num_attention_heads": 2}
+        given |= SAID_IN_GGUF.get(family, {})
     if case.kind != "made":
         return given
     fields = default_config().model.to_dict() | model_fields(given)

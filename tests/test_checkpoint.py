@@ -389,8 +389,13 @@ def test_a_failed_write_does_not_hide_what_ended_the_run(tmp_path, monkeypatch):
     assert find(tmp_path) is None
 
 
-@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
-def test_writes_after_a_failed_one_succeed(tmp_path, monkeypatch, number):
+FULL = "the disk or a quota may be full"
+
+
+@pytest.mark.parametrize(
+    "number, change", [(errno.ENOSPC, FULL), (errno.EDQUOT, FULL), (errno.EMFILE, "raise the limit that `ulimit -n`")]
+)
+def test_writes_after_a_failed_one_succeed(tmp_path, monkeypatch, number, change):
     """With the folder of the failed write beside them: of the same step, and of another."""
 
     def fail(_):
@@ -400,9 +405,7 @@ def test_writes_after_a_failed_one_succeed(tmp_path, monkeypatch, number):
         with monkeypatch.context() as patch:
             patch.setattr(checkpoint, "list_files", fail)
             checkpoints.save(toy(1), {"step": 1})
-            with pytest.raises(
-                CheckpointError, match=rf"1 \(.*{os.strerror(number)}.*; the disk or a quota may be full"
-            ):
+            with pytest.raises(CheckpointError, match=rf"1 \(.*{os.strerror(number)}.*; {change}"):
                 checkpoints.wait()
         assert (tmp_path / "checkpoints/1.orbax-checkpoint-tmp").is_dir() and checkpoints.last is None
         checkpoints.save(toy(2), {"step": 2})

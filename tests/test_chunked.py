@@ -174,7 +174,7 @@ def compile_block(implementation: str, chunks: int, packed: bool, window: int) -
     for computation in hlo.parse_module(compiled.text).values():
         for i in computation.values():
             if "fmha" in i.attributes:
-                flops += costs.attention_flops(i, computation[i.operands[0]].shape)[0]
+                flops += costs.attention_flops(i, [computation[name].shape for name in i.operands[:3]])[0]
     calls = re.findall(r'custom_call_target="([^"]*)"', compiled.text)
     scores = set(re.findall(rf"\w+\[[\d,]*\b{S // chunks},\d*\b{S // chunks}\]", compiled.text))
     kernels = sum("mosaic" in call for call in calls)

@@ -1,6 +1,7 @@
 """The command `surojax VERB`, configs by name, shell completion, and what a wheel holds."""
 
 import ast
+import errno
 import importlib.util
 import os
 import re
@@ -63,6 +64,15 @@ def test_a_reader_that_has_ended_is_no_error():
     ended = subprocess.run([sys.executable, "-m", "surojax", "--help"], stdout=writer, stderr=subprocess.PIPE)
     os.close(writer)
     assert (ended.returncode, ended.stderr) == (128 + signal.SIGPIPE, b"")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="Linux has it")
+@pytest.mark.parametrize("words", [["--version"], ["train", "--help"]])
+def test_a_full_disk_under_the_output_is_one_line(words):
+    with open("/dev/full", "w") as full:
+        ended = subprocess.run([sys.executable, "-m", "surojax", *words], stdout=full, stderr=subprocess.PIPE)
+    wanted = f"surojax: error: could not write the output ({os.strerror(errno.ENOSPC)})\n"
+    assert (ended.returncode, ended.stderr.decode()) == (1, wanted)
 
 
 def test_closed_streams_are_opened():

@@ -14,10 +14,9 @@ import uuid
 
 import numpy as np
 import pytest
-import tokenizers
 
 from surojax import ConfigError
-from surojax.data import cache, fitting, gguf_tokenizer, repeats, splits, values
+from surojax.data import cache, fitting, repeats, splits, values
 from surojax.data.cells import decoded
 from surojax.data.conversations import Conversation
 from surojax.data.data_rows import DataRow, NotARow
@@ -191,30 +190,6 @@ def test_the_standard_library_without_its_tests():
     folders = {part for path in stdlib_files() for part in path.parent.parts[len(path.parts) - 6 :]}
     assert "json" in folders
     assert not folders & {"site-packages", "__pycache__", "test", "tests", "idle_test", "idlelib", "lib2to3"}
-
-
-SPLITS = {  # of "It's 12345 a", by the name of a rule in a GGUF file
-    "It |'s| 12345| a": ("default", "gpt-2"),
-    "It |'s| |1|2|3|4|5| a": ("smollm",),
-    "It |'s| |123|45| a": ("llama-bpe", "llama3", "llama-v3"),
-    "It |'s| |1|2|3|4|5 | a": ("qwen2", "deepseek-r1-qwen"),
-}
-
-
-@pytest.mark.parametrize("name, split", [(name, split) for split, names in SPLITS.items() for name in names])
-def test_rules_for_splitting_of_gguf_tokenizers(name, split):
-    letters = [*tokenizers.pre_tokenizers.ByteLevel.alphabet()]
-    text = gguf_tokenizer._tokenizer(letters, [1] * len(letters), [], name, "")
-    made = tokenizers.Tokenizer.from_str(text)
-    assert made.pre_tokenizer is not None
-    pieces = [piece.replace("Ġ", " ") for piece, _ in made.pre_tokenizer.pre_tokenize_str("It's 12345 a")]
-    assert [piece for piece in pieces if piece.strip()] and "".join(pieces) == "It's 12345 a"
-    assert [p.strip() for p in pieces if p.strip()] == [p.strip() for p in split.split("|") if p.strip()]
-    assert (made.normalizer is not None) == (name in ("qwen2", "deepseek-r1-qwen"))
-    assert set(gguf_tokenizer.RULES) == {name for names in SPLITS.values() for name in names}
-    assert all(
-        of in names for of, names in zip(("gpt-2", "smollm", "llama-bpe", "qwen2"), SPLITS.values(), strict=True)
-    )
 
 
 SPLIT_WORDS = {

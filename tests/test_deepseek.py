@@ -7,10 +7,12 @@ import dataclasses
 import functools
 import itertools
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import chex
+import gguf as gguf_package
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -31,13 +33,15 @@ from small import (
 )
 from test_config_keys import TOLERANCE, architecture_of, computed, weight
 from test_engine import ORDER_OF_SUMS, engine_gradients
-from test_experts import ALL, apart
+from test_experts import ALL, apart, check_gguf_and_back
 from test_qwen3_5 import GROWN, ByLayer, assert_close, in_float64, mean_loss  # noqa: F401
 
 from surojax import ConfigError, default_config
 from surojax.assembly.from_config import architecture
 from surojax.config.checks import check
-from surojax.exchange import config_json
+from surojax.exchange import config_json, gguf
+from surojax.exchange.gguf import open_file
+from surojax.exchange.gguf_export import gguf_metadata
 from surojax.exchange.huggingface import model_fields, read_config
 from surojax.exchange.model_tensors import SINGLE, Weights, check_tensors, describe_source, tensor_name
 from surojax.families.registry import FAMILIES
@@ -606,3 +610,146 @@ def test_backward_pass_reads_latents_in_place_of_keys_and_values():
     found = {x.shape for x in saved}
     assert (1, 16, SMALL.kv_lora_rank) in found and (1, 16, 4, 10) in found  # latents, queries
     assert not {(1, 16, 4, 11), (1, 16, 44), (1, 16, 4, 5)} & found
+
+
+# --- GGUF -------------------------------------------------------------------------------------------------------------
+
+MSCALES = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 8.0, "original_max_position_embeddings": 16}
+IN_GGUF = {  # what a case's config.json has in place of what no file says
+    "v3": {"rope_parameters": MSCALES | {"mscale": 0.7, "mscale_all_dim": 0.7}},
+    "v3_tied": {},
+    "glm": {"attention_bias": False},
+    "glm_groups": {"rope_parameters": MSCALES | {"mscale": 1.0, "mscale_all_dim": 1.0}},
+    "v2": {"topk_method": "greedy", "n_group": None, "topk_group": None},
+    "v2_lite": {"attention_bias": False},
+}
+NOT_IN_GGUF = {
+    "v3": ({}, "rope_attention_factor="),  # mscale is another than mscale_all_dim
+    "v3_half": ({"attention_bias": False}, "rope_interleave=False"),
+    "glm": ({}, "attention_bias=True"),
+    "v2": (
+        {},
+        "expected 1 for routers with softmax, whose groups llama.cpp and transformers choose differently, got 3",
+    ),
+    "muse": ({"layer_rope_theta": [1e4] * 5}, "no_rope_layer_interval=0"),
+    "muse_tied": ({}, "post_norm_eps=0.1"),
+    "v2_tied": ({}, "positions stretched by yarn, got 0, which llama.cpp and transformers compute differently"),
+}
+
+
+def folder_for_gguf(folder: Path, case: str, changes: dict[str, Any]) -> Path:
+    """A case's folder with float32 weights, without biases if a change takes them away."""
+    folder.mkdir()
+    said = given(case) | changes
+    (folder / "config.json").write_text(json.dumps(said))
+    tensors = {name: x.astype(np.float32) for name, x in together(stored(case, "weight")).items()}
+    kept = {
+        name: x for name, x in tensors.items() if said["attention_bias"] or "_proj" not in name or "bias" not in name
+    }
+    safetensors.numpy.save_file(kept, folder / SINGLE)
+    return folder
+
+
+@pytest.mark.parametrize("case", quick_at([(case,) for case in IN_GGUF], 0, 4))
+def test_models_go_to_gguf_and_back(tmp_path, case):
+    """In llama.cpp's shapes, worked out head by head: keys are expanded by a transposed matrix, values by another."""
+    out = check_gguf_and_back(folder_for_gguf(tmp_path / "in", case, IN_GGUF[case]), tmp_path / "out.gguf")
+    contents, config = open_file(out), given(case) | IN_GGUF[case]
+    n, v, r, latent = (config[name] for name in ("qk_nope_head_dim", "v_head_dim", "qk_rope_head_dim", "kv_lora_rank"))
+    last = config["num_hidden_layers"] - 1
+    ours = stored(case, "weight")[f"model.layers.{last}.self_attn.kv_b_proj.weight"]
+    keys, values = (gguf._read(contents, f"blk.{last}.attn_{name}_b.weight") for name in "kv")
+    for head in range(config["num_attention_heads"]):
+        rows = ours[head * (n + v) : (head + 1) * (n + v)].astype(np.float32)
+        np.testing.assert_array_equal(keys[head], rows[:n].T)
+        np.testing.assert_array_equal(values[head], rows[n:])
+    sizes = {key.removeprefix("deepseek2."): value for key, value in contents.metadata.items()}
+    names = ("key_length", "value_length", "key_length_mla", "value_length_mla", "head_count_kv", "kv_lora_rank")
+    assert [sizes[f"attention.{name}"] for name in names] == [latent + r, latent, n + r, v, 1, latent]
+    assert sizes["rope.dimension_count"] == r and sizes["expert_gating_func"] == (1 if case.startswith("v2") else 2)
+    assert sizes.get("attention.q_lora_rank") == config["q_lora_rank"]
+    stretch = (config["rope_parameters"] or {}).get("mscale_all_dim")
+    assert sizes.get("rope.scaling.yarn_log_multiplier") == (stretch and pytest.approx(0.1 * stretch))
+
+
+def test_files_with_the_expansion_whole_are_read(tmp_path):
+    """As llama.cpp's converter wrote them before 2025-04: a head's real sizes, and as many key heads as heads."""
+    out = check_gguf_and_back(folder_for_gguf(tmp_path / "in", "v2_lite", IN_GGUF["v2_lite"]), tmp_path / "out.gguf")
+    new, config = gguf.GgufTensors(out), given("v2_lite")
+    h, heads = config["qk_nope_head_dim"] + config["qk_rope_head_dim"], config["num_attention_heads"]
+
+    def rewritten(path: Path, changes: dict[str, Any], parts: bool = False, whole: bool = False) -> Path:
+        reader, writer = gguf_package.GGUFReader(out), gguf_package.GGUFWriter(path, "deepseek2")
+        for key, field in reader.fields.items():
+            value = changes.get(key.removeprefix("deepseek2.attention."), field.contents())
+            if not key.startswith("GGUF.") and key != "general.architecture" and value is not None:
+                kinds = [field.types[0], *field.types[1:]]
+                writer.add_key_value(key, value, kinds[0], kinds[-1] if len(kinds) > 1 else None)
+        for tensor in reader.tensors:
+            if parts or not tensor.name.endswith(("attn_k_b.weight", "attn_v_b.weight")):
+                writer.add_tensor(tensor.name, tensor.data)
+        for l in range(config["num_hidden_layers"] if whole else 0):
+            name = f"model.layers.{l}.self_attn.kv_b_proj.weight"
+            writer.add_tensor(f"blk.{l}.attn_kv_b.weight", new.read(name))
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+        return path
+
+    before = {"key_length": h, "value_length": config["v_head_dim"], "head_count_kv": heads}
+    before |= {"key_length_mla": None, "value_length_mla": None}
+    old = gguf.GgufTensors(rewritten(tmp_path / "old.gguf", before, whole=True))
+    chex.assert_trees_all_equal({x: old.read(x) for x in old.names}, {x: new.read(x) for x in new.names})
+    assert model_fields(gguf.metadata_config(open_file(old.path))) == model_fields(read_config(tmp_path / "in"))
+    with pytest.raises(ConfigError, match=r"kv_b_proj\.weight whole or in parts, got both; fetch the file again$"):
+        gguf.GgufTensors(rewritten(tmp_path / "both.gguf", {}, parts=True, whole=True))
+    with pytest.raises(
+        ConfigError, match=r"head_count_kv: expected \(.*, 1\) .*, got \(.*, 2\); fetch the file again$"
+    ):
+        gguf.GgufTensors(rewritten(tmp_path / "heads.gguf", {"head_count_kv": 2}, parts=True))
+    with pytest.raises(
+        ConfigError, match=r"blk\.0\.attn_k_b\.weight: expected shape .*, got .*; fetch the file again$"
+    ):
+        length = open_file(out).metadata["deepseek2.attention.key_length_mla"] + 1
+        wrong = gguf.GgufTensors(rewritten(tmp_path / "n.gguf", {"key_length_mla": length}, parts=True))
+        wrong.shape("model.layers.0.self_attn.kv_b_proj.weight")
+
+
+def test_muse_goes_to_gguf_and_back(tmp_path):
+    """As llama.cpp computes it: norms with 1 + w, neighbouring channels, the factor of queries as a norm's weights."""
+    folder = folder_for_gguf(tmp_path / "in", "muse", {"post_norm_eps": 1e-8, "output_multiplier": 0.25})
+    file = check_gguf_and_back(folder, tmp_path / "out.gguf", rounded="layernorm")
+    contents, config = open_file(file), read_config(folder)
+    heads, h = config["num_attention_heads"], config["head_dim"]
+    ours = stored("muse", "weight")
+    read = functools.partial(gguf._read, contents)
+    for l in range(config["num_hidden_layers"]):
+        np.testing.assert_array_equal(read(f"blk.{l}.attn_q_norm.weight"), np.full(h, config["qk_scale_factor"], "f4"))
+        np.testing.assert_array_equal(read(f"blk.{l}.attn_k_norm.weight"), np.ones(h))
+        norm = ours[f"model.layers.{l}.post_attention_layernorm.weight"].astype(np.float32)
+        np.testing.assert_array_equal(read(f"blk.{l}.post_attention_norm.weight"), 1 + norm)
+    rows = ours["model.layers.0.self_attn.q_proj.weight"].astype(np.float32).reshape(heads, 2, h // 2, -1)
+    pairs = read("blk.0.attn_q.weight").reshape(heads, h // 2, 2, -1)
+    np.testing.assert_array_equal(pairs[:, :, 1], rows[:, 1])
+    sizes = {key.removeprefix("muse-glimmer."): value for key, value in contents.metadata.items()}
+    assert sizes["attention.sliding_window_pattern"] == [kind == "sliding_attention" for kind in config["layer_types"]]
+    assert sizes["logit_scale"] == pytest.approx(config["output_multiplier"])
+    assert sizes["final_logit_softcapping"] == config["final_logit_softcapping"]
+
+    def other(name: str) -> np.ndarray:
+        return np.arange(1, h + 1, dtype=np.float32) if name == "blk.1.attn_k_norm.weight" else read(name)
+
+    with pytest.raises(ConfigError, match=r"expected ones in every blk\.N\.attn_k_norm\.weight, got others; such"):
+        gguf.metadata_config(contents, {name: other(name) for name in contents.tensors if "attn_" in name})
+    with pytest.raises(ConfigError, match=r"expected blk\.0\.attn_k_norm\.weight in .*, got none; fetch"):
+        gguf.metadata_config(
+            contents._replace(tensors={x: y for x, y in contents.tensors.items() if x != "blk.0.attn_k_norm.weight"})
+        )
+
+
+@pytest.mark.parametrize("case", NOT_IN_GGUF)
+def test_what_no_gguf_file_says_is_refused(tmp_path, case):
+    changes, message = NOT_IN_GGUF[case]
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        gguf_metadata(given(case) | changes, tmp_path / "out.gguf")

@@ -322,6 +322,8 @@ def test_metadata_of_gguf_files():
     heads = {"attention.key_length", "attention.value_length", "rope.dimension_count"}
     scaling = {"rope.scaling.type", "rope.scaling.factor", "rope.scaling.original_context_length"}
     others = {"rope.scaling.finetuned", "vocab_size", "expert_count", "expert_used_count"}
+    scaling |= {"rope.scaling.attn_factor"} | {f"rope.scaling.yarn_{x}" for x in ("attn_factor", "ext_factor")}
+    others |= {"rope.scaling.yarn_beta_fast", "rope.scaling.yarn_beta_slow"}
     assert heads | scaling | others == gguf.OTHERS and set(gguf.HEAD_DIM) == heads
 
 

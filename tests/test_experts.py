@@ -587,29 +587,36 @@ def test_names_of_modules_are_read_too(tmp_path):
         Weights(written(tmp_path / "both", "granitemoe", both))
 
 
-def check_gguf_and_back(folder: Path, out: Path) -> Path:
+def check_gguf_and_back(folder: Path, out: Path, *, rounded: str = "NONE") -> Path:
     """Raises AssertionError unless a model comes back from a GGUF file to the bit, with llama.cpp's names and shapes.
 
-    folder: a model with 48 tokens, which gets as many as the tokenizer of these tests has.
+    rounded: part of the names of vectors to which 1 is added in the file.
+
+    folder: a model with few tokens, which gets as many as the tokenizer of these tests has.
     """
-    given = json.loads((folder / "config.json").read_text()) | {"vocab_size": 7 * 48}
+    given = json.loads((folder / "config.json").read_text())
+    given |= {"vocab_size": 7 * given["vocab_size"], "pad_token_id": 0}
     (folder / "config.json").write_text(json.dumps(given))
-    of_48 = safetensors.numpy.load_file(folder / SINGLE)
+    weights = safetensors.numpy.load_file(folder / SINGLE)
     outer = ("model.embed_tokens.weight", "lm_head.weight")
-    more = {name: np.tile(x, (7, 1)) if name in outer else x for name, x in of_48.items()}
+    more = {name: np.tile(x, (7, 1)) if name in outer else x for name, x in weights.items()}
     safetensors.numpy.save_file(more, folder / SINGLE)
     (folder / "tokenizer.json").write_text(tokenizer_json())
     (folder / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<|start|>", "eos_token": "<|end|>"}))
     out = convert.convert(folder, out, dtype="float32")
     c, _, tensors = opened(out)
     of_folder = Weights(folder)
-    chex.assert_trees_all_equal(
-        {name: tensors.read(name) for name in tensors.names}, {name: of_folder.read(name) for name in of_folder.names}
-    )
+    assert tensors.names == of_folder.names
+    for name in tensors.names:
+        limit = 1.2e-7 if rounded in name else 0
+        np.testing.assert_allclose(tensors.read(name), of_folder.read(name), rtol=0, atol=limit, err_msg=name)
     assert config_json.normal(c.model.to_dict()) == config_json.normal(model_fields(given))
     contents = open_file(out)
     names = {name: number for number, name in gguf.MODEL_ARCH_NAMES.items()}
-    known = {gguf.TENSOR_NAMES[x] for x in gguf.MODEL_TENSORS[names[contents.metadata["general.architecture"]]]}
+    architecture = contents.metadata["general.architecture"]
+    if architecture not in names:  # muse-glimmer is newer than the package
+        return out
+    known = {gguf.TENSOR_NAMES[x] for x in gguf.MODEL_TENSORS[names[architecture]]}
     for name in contents.tensors:
         module = re.sub(r"^blk\.\d+\.", "blk.{bid}.", name).rpartition(".")[0]
         assert module in known, name
@@ -970,13 +977,12 @@ def test_a_mistake_with_gpt_oss_is_noticed(tmp_path, monkeypatch):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("seed", [0, 1])
-def test_a_model_with_experts_learns_more_than_one_without(tmp_path, seed):
+def test_a_model_with_experts_learns_more_than_one_without(tmp_path):
     """configs/tiny_moe.py beside configs/tiny.py: as many parameters compute, on the same tokens."""
     scores = {}
     for name in ("tiny", "tiny_moe"):
         c = flags.load_config(str(Path(__file__).parent.parent / "configs" / f"{name}.py"))
-        c.update({"max_steps": 150, "output_dir": str(tmp_path / name), "report_to": "", "seed": seed})
+        c.update({"max_steps": 150, "output_dir": str(tmp_path / name), "report_to": ""})
         c.update({"data_cache": str(tmp_path / "cache"), "sample_tokens": 0, "eval_steps": 0, "save_steps": 0})
         scores[name] = train(c).history[-1]["bits_per_byte"]
     assert scores["tiny_moe"] < scores["tiny"] - 0.1

@@ -21,6 +21,7 @@ ROUNDED = {"nvfp4": 0.05}
 OF_GEMMA3 = {"nvfp4": 0.15}
 OF_MUSE = {"nvfp4": 0.15}  # transformers' own bfloat16 is 0.08 from its float32 for these weights, unquantised
 OF_QWEN3_5 = {"nvfp4": 0.25}  # transformers' own bfloat16 is 0.22 from its float32 for these weights, unquantised
+OF_LATENTS = ("glm4_moe_lite", "deepseek_v2", "deepseek_v3")
 # What transformers 5.24 does not read, or not as it was written; `convert` and docs/export.md say so.
 NOT_READ = {
     ("olmoe", "fp8"): "RuntimeError: We encountered some issues during automatic conversion",
@@ -30,10 +31,14 @@ NOT_READ = {
     ("glm4_moe", "gguf"): "architecture glm4moe is not supported",
     ("lfm2_moe", "gguf"): "architecture lfm2moe is not supported",
     ("olmo3", "gguf"): "architecture olmo2 is not supported",
+    ("ministral3", "gguf"): "architecture mistral3 is not supported",
+    ("smollm3", "gguf"): "architecture smollm3 is not supported",
+    ("muse_glimmer_text", "gguf"): "architecture muse-glimmer is not supported",
+    ("qwen3_next", "gguf"): "architecture qwen3next is not supported",
+    **{(name, "gguf"): "architecture deepseek2 is not supported" for name in OF_LATENTS},
     ("gpt_oss", "gguf"): "TypeError: only 0-dimensional arrays",
 }
 OF_EXPERTS = ("olmoe", "mixtral", "qwen3_moe", "glm4_moe", "qwen3_5_moe_text", "qwen3_next")
-OF_LATENTS = ("glm4_moe_lite", "deepseek_v2", "deepseek_v3")
 WITHOUT_GLOBAL_SCALES = {(family, "nvfp4") for family in (*OF_EXPERTS, *OF_LATENTS)}
 
 

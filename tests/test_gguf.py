@@ -6,6 +6,7 @@ Face.
 
 import importlib.util
 import json
+import math
 import re
 import shutil
 import types
@@ -200,21 +201,46 @@ def test_llama_3_is_known_by_its_divisors(tmp_path):
         opened(path)
 
 
+STRETCHED = {"type": "yarn", "factor": 2.0, "original_context_length": 64}
+# What follows from the factor, or is the default, and is said all the same.
+IMPLIED = {
+    "yarn_attn_factor": 1 + 0.1 * math.log(2),
+    "yarn_beta_fast": 32.0,
+    "yarn_beta_slow": 1.0,
+    "yarn_ext_factor": 1.0,
+}
+
+
 @pytest.mark.parametrize(
     "said, expected",
     [
         ({"type": "linear", "factor": 4.0}, RopeScaling("linear", 4.0)),
         ({"type": "linear", "factor": 4.0, "original_context_length": 64}, RopeScaling("linear", 4.0)),
         (
-            {"type": "yarn", "factor": 2.0, "original_context_length": 64},
+            STRETCHED,
             RopeScaling("yarn", 2.0, original_max_position_embeddings=64),
+        ),
+        (STRETCHED | IMPLIED, RopeScaling("yarn", 2.0, original_max_position_embeddings=64)),
+        (
+            STRETCHED | {"attn_factor": 1.5},  # by which llama.cpp multiplies the implied one
+            RopeScaling("yarn", 2.0, original_max_position_embeddings=64, attention_factor=1.603972),
         ),
         ({"type": "none", "factor": 4.0}, RopeScaling()),
         ({"factor": 4.0}, RopeScaling("linear", 4.0)),  # llama.cpp's type if none is said
         ({"factor": 1.0}, RopeScaling()),
         ({"factor": 0.0}, RopeScaling()),
     ],
-    ids=["linear", "linear_with_length", "yarn", "none", "without_type", "without_type_by_1", "without_type_by_0"],
+    ids=[
+        "linear",
+        "linear_with_length",
+        "yarn",
+        "yarn_said",
+        "yarn_own",
+        "none",
+        "without_type",
+        "without_type_by_1",
+        "without_type_by_0",
+    ],
 )
 def test_positions_are_stretched_as_the_file_says(tmp_path, said, expected):
     metadata = {f"rope.scaling.{key}": value for key, value in said.items()}
@@ -223,13 +249,20 @@ def test_positions_are_stretched_as_the_file_says(tmp_path, said, expected):
 
 
 # How llama.cpp splits SPLIT before merges, by the name of the rule: contractions in capitals, digits, a letter behind a
-# bracket, and ends of lines tell the rules apart.
-SPLIT = "I'M 12345(the\n\nx"
-GPT2 = ["I", "'", "M", " 12345", "(", "the", "\n", "\n", "x"]
-DIGITS = ["I", "'", "M", " ", *"12345", "(", "the", "\n", "\n", "x"]
-LLAMA3 = ["I", "'M", " ", "123", "45", "(the", "\n\n", "x"]
-QWEN2 = ["I", "'M", " ", *"12345", "(the", "\n\n", "x"]
-SPLITS = {"default": GPT2, "gpt-2": GPT2, "smollm": DIGITS, "llama-bpe": LLAMA3, "llama3": LLAMA3, "llama-v3": LLAMA3}
+# bracket, ends of lines, a capital within a word, a vowel sign behind a letter, a slash behind a bracket, and a kanji
+# behind a letter tell the rules apart.
+SPLIT = "I'M 12345(the\n\nxY की)/z字"
+GPT2 = ["I", "'", "M", " 12345", "(", "the", "\n", "\n", "xY", " क", "ी)/", "z字"]
+DIGITS = ["I", "'", "M", " ", *"12345", *GPT2[4:]]
+CL100K = ["I", "'M", " ", "123", "45", "(the", "\n\n", "xY", " क", "ी)/", "z字"]
+QWEN2 = ["I", "'M", " ", *"12345", "(the", "\n\n", "xY", " क", "ी)/", "z字"]
+QWEN35 = [*QWEN2[:-3], " की", ")/", "z字"]
+O200K = ["I'M", " ", "123", "45", "(the", "\n\n", "x", "Y", " की", ")/", "z字"]
+TEKKEN = ["I", "'M", " ", *"12345", *O200K[4:]]
+DEEPSEEK3 = ["I", "'M", " ", "123", "45", "(the", "\n\n", "xY", " की", ")/", "z", "字"]
+OF_LLAMA3 = ("llama-bpe", "llama3", "llama-v3", "lfm2")
+SPLITS = {"default": GPT2, "gpt-2": GPT2, "smollm": DIGITS, "gpt-4o": O200K, "tekken": TEKKEN, "deepseek-v3": DEEPSEEK3}
+SPLITS |= dict.fromkeys((*OF_LLAMA3, "dbrx", "glm4", "chatglm-bpe"), CL100K) | {"qwen35": QWEN35}
 SPLITS |= {"qwen2": QWEN2, "deepseek-r1-qwen": QWEN2}
 
 
@@ -239,7 +272,11 @@ def test_every_rule_splits_as_that_of_llama_cpp(tmp_path, rule):
     tokenizer = load_tokenizer(str(write_file(tmp_path / "x.gguf", "llama", tokenizer={"pre": rule})))
     pieces = tokenizer._tokenizer.pre_tokenizer.pre_tokenize_str(SPLIT)  # type: ignore[attr-defined]
     assert [SPLIT[start:stop] for _, (start, stop) in pieces] == SPLITS[rule or "default"]
-    assert tokenizer.adds_bos == (SPLITS[rule or "default"] is LLAMA3)
+    assert tokenizer.adds_bos == (rule in OF_LLAMA3)
+    said = json.loads(tokenizer._tokenizer.to_str())  # type: ignore[attr-defined]
+    assert said["model"]["ignore_merges"] == (rule in (*OF_LLAMA3, "tekken"))
+    assert (said["normalizer"] is not None) == ("qwen" in rule)
+    assert set(gguf_tokenizer.RULES) == SPLITS.keys()
 
 
 @pytest.mark.parametrize(
@@ -249,6 +286,11 @@ def test_every_rule_splits_as_that_of_llama_cpp(tmp_path, rule):
         ({"metadata": {"feed_forward_length": None}}, r"expected feed_forward_length in .*, got none"),
         ({"metadata": {"attention.head_count": 0}}, r"attention\.head_count: expected a positive number, got 0"),
         ({"metadata": {"expert_count": 8}}, r"expert_count: expected 0, got 8"),
+        (
+            {"metadata": {f"rope.scaling.{key}": x for key, x in (STRETCHED | {"yarn_attn_factor": 1.0}).items()}},
+            r"yarn_attn_factor: expected 1\.069315, which follows from the factor 2\.0, got 1\.0, which llama",
+        ),
+        ({"metadata": {"rope.scaling.yarn_beta_fast": 16.0}}, r"yarn_beta_fast: expected 32, got 16\.0"),
         ({"metadata": {"rope.dimension_count": 4}}, r"rope\.dimension_count: expected 8, got 4"),
         (
             {"metadata": {"rope.scaling.type": "longrope"}},
@@ -290,7 +332,7 @@ def test_damaged_files_and_other_architectures_are_refused(tmp_path):
     writer.close()
     with pytest.raises(
         ConfigError,
-        match=r"expected general\.architecture llama, .*, qwen3moe, .*, lfm2moe, qwen35, qwen35moe, olmo2, got 'gpt2'",
+        match=r"expected general\.architecture llama, .*, gemma3, .*, deepseek2, olmo2, muse-glimmer, got 'gpt2'",
     ):
         opened(path)
 
@@ -327,8 +369,12 @@ def test_tokenizers_split_as_the_file_says(tmp_path):
 @pytest.mark.parametrize(
     "changes, message",
     [
-        ({"model": "llama"}, r"expected tokenizer\.ggml\.model 'gpt2' \(byte-level BPE\), got 'llama'; set tokenizer"),
-        ({"pre": "tekken"}, r"expected tokenizer\.ggml\.pre default, .*, got 'tekken'; set tokenizer"),
+        (
+            {"model": "t5"},
+            r"expected tokenizer\.ggml\.model 'gpt2' \(byte-level BPE\) or 'llama' .*, got 't5'; set",
+        ),
+        ({"model": "llama"}, r"expected tokens, their kinds and scores, got others; fetch the file again"),
+        ({"pre": "jais"}, r"expected tokenizer\.ggml\.pre default, .*, got 'jais'; set tokenizer"),
         ({"merges": ["a b c"]}, r"expected tokens, their kinds and merges of two, got others"),
         ({"merges": ["zz z"]}, r"expected a tokenizer, got one that is inconsistent"),
     ],

@@ -5,7 +5,9 @@ That llama.cpp computes the files with equal tokens is recorded by fixtures/chec
 
 import importlib.util
 import json
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import chex
 import gguf
@@ -20,7 +22,8 @@ from test_huggingface import config as config_of, stored, write
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from surojax import ConfigError
-from surojax.data.gguf_tokenizer import LLAMA3, QWEN2
+from surojax.data import gguf_pieces
+from surojax.data.gguf_tokenizer import RULES, WRITTEN
 from surojax.data.tokenizer import load_tokenizer
 from surojax.exchange import gguf_export
 from surojax.exchange.gguf_export import check_gguf_path
@@ -33,6 +36,10 @@ LLAMA3_POSITIONS = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
+OF_GEMMA3 = {
+    "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+}
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64}
 TEXTS = ["the cat, the  cat\n\n 123 a.b", "<|start|>the<|end|> cat<tool>9", "", "it's  3\n\tdon't THE"]
 BYTES = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -43,17 +50,17 @@ def tokenizer_json(rule: str = "gpt-2", flags: dict | None = None) -> str:
     tokens = [*LETTERS, *(letter for letter in BYTES if letter not in LETTERS), *TOKENS[len(LETTERS) :]]
     vocabulary = {token: i for i, token in enumerate(tokens)}
     merges = [(left, right) for left, _, right in (merge.partition(" ") for merge in MERGES)]
-    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=rule == "llama-bpe"))
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=rule in ("llama-bpe", "tekken")))
     if rule == "gpt-2":
         tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     elif rule == "smollm":
         digits = pre_tokenizers.Digits(individual_digits=True)
         tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, pre_tokenizers.ByteLevel(add_prefix_space=False)])
     else:
-        split = pre_tokenizers.Split(Regex(QWEN2 if rule == "qwen2" else LLAMA3), behavior="isolated")
+        splits = [pre_tokenizers.Split(Regex(step), behavior="isolated") for step in RULES[rule].steps]
         bytes_ = pre_tokenizers.ByteLevel(add_prefix_space=False, trim_offsets=False, use_regex=False)
-        tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, bytes_])
-    if rule == "qwen2":
+        tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*splits, bytes_])
+    if rule.startswith("qwen"):
         tokenizer.normalizer = normalizers.NFC()
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(token, normalized=False, **(flags or {})) for token in TOKENS[:2]])
@@ -85,16 +92,31 @@ def folder_of(path: Path, case: str, rule: str = "gpt-2", template: str = "", **
         ("llama_linear_rope", {}),
         ("llama3_rope", {"rope_parameters": LLAMA3_POSITIONS}),
         ("yarn", {"rope_parameters": YARN}),
+        ("yarn", {"rope_parameters": YARN | {"attention_factor": 1.7}}),
         ("mistral", {"sliding_window": None}),
+        ("ministral3", {"sliding_window": None}),
+        ("smollm3", {"no_rope_layers": [1, 1, 1, 0, 1], "no_rope_layer_interval": 4}),
+        ("gemma2", {"query_pre_attn_scalar": 8}),
+        (
+            "gemma3",
+            {"query_pre_attn_scalar": 8, "layer_types": 4 * ["sliding_attention"], "rope_parameters": OF_GEMMA3},
+        ),
     ],
 )
 def test_a_file_is_the_model_that_went_in(tmp_path, case, changes):
-    """Fields, and every tensor to the bit: order of rows, tied heads and stretched positions there and back."""
+    """Fields, and every tensor to the bit: order of rows, tied heads and stretched positions there and back.
+
+    Weights of Gemma's norms are stored with a 1 that is added.
+    """
     folder = folder_of(tmp_path / "in", case, **changes)
     out = convert.convert(folder, tmp_path / "out.gguf", dtype="float32")
     c, _, weights = opened(out)
     assert weights is not None
-    chex.assert_trees_all_equal({name: weights.read(name) for name in weights.names}, tensors_in(folder))
+    before = tensors_in(folder)
+    assert weights.names == before.keys()
+    for name, x in before.items():
+        limit = 1.2e-7 if case.startswith("gemma") and "norm" in name else 0
+        np.testing.assert_allclose(weights.read(name), x, rtol=0, atol=limit, err_msg=name)
     wanted = config_of(folder).model.to_dict()
     wanted |= {"head_dim": c.model.head_dim}
     assert c.model.to_dict() == wanted
@@ -126,7 +148,7 @@ def test_matrices_have_the_type_that_was_asked_for(tmp_path):
             np.testing.assert_array_equal(weights.read(name), array if array.ndim == 1 else expected, err_msg=name)
 
 
-@pytest.mark.parametrize("rule", ["smollm", "llama-bpe", "qwen2", "gpt-2"])
+@pytest.mark.parametrize("rule", WRITTEN)
 def test_tokenizers_come_back(tmp_path, rule):
     """Tokens of texts, special ones, template and padding; the rule by which text is split has llama.cpp's name."""
     folder = folder_of(tmp_path / "in", "llama", rule, template="{{ messages }}")
@@ -141,6 +163,76 @@ def test_tokenizers_come_back(tmp_path, rule):
     said = {name: fields[f"tokenizer.ggml.{name}"].contents() for name in ("pre", "padding_token_id", "token_type")}
     assert (said["pre"], said["padding_token_id"], len(said["token_type"])) == (rule, 0, 384)
     assert said["token_type"][:4] == [3, 3, 4, 1] and said["token_type"][-1] == 5  # as gguf.TokenType has them
+
+
+PIECES = ["<unk>", "<|start|>", "<|end|>", *map(gguf_pieces.byte_token, range(256))]
+PIECES += ["▁t", "he", "▁the", "in", "▁▁", "▁", *"thecainxy.,0123"]  # those that merges make, then characters
+PAIRS = ["▁ t", "h e", "▁t he", "i n", "▁ ▁"]
+
+
+def of_pieces(folder: Path, *, prefix: bool, merges: Sequence[str] = PAIRS, normalizer: Any = None) -> Path:
+    """A model's folder with a tokenizer as published files of Llama 2 and Mistral (prefix), or of Gemma, have it."""
+    folder = folder_of(folder, "llama")
+    vocabulary = {token: i for i, token in enumerate(PIECES)}
+    pairs: Any = [tuple(pair.split(" ")) for pair in merges]
+    made = Tokenizer(models.BPE(vocab=vocabulary, merges=pairs, unk_token="<unk>", fuse_unk=True, byte_fallback=True))
+    replace: Any = normalizers.Replace(" ", "▁")
+    made.normalizer = normalizer or (normalizers.Sequence([normalizers.Prepend("▁"), replace]) if prefix else replace)
+    parts: list[Any] = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    made.decoder = decoders.Sequence([*parts, decoders.Strip(" ", 1, 0)] if prefix else parts)
+    made.add_special_tokens([AddedToken(token, normalized=False) for token in PIECES[:3]])
+    (folder / "tokenizer.json").write_text(made.to_str())
+    return folder
+
+
+@pytest.mark.parametrize("prefix", [True, False])
+def test_tokenizers_of_pieces_come_back(tmp_path, prefix):
+    """Merges by scores, bytes, unknown characters, and the space before texts; kinds as gguf.TokenType has them."""
+    folder = of_pieces(tmp_path / "in", prefix=prefix)
+    out = convert.convert(folder, tmp_path / "out.gguf")
+    before, after = load_tokenizer(str(folder)), load_tokenizer(str(out))
+    for text in ("the  cat in the  the", "é the<|end|>in", "", " x", "thin\n"):
+        assert after.encode(text).tolist() == before.encode(text).tolist(), text
+        assert after.decode(after.encode(text)) == before.decode(before.encode(text))
+    assert after.encode("the").tolist() == [PIECES.index(x) for x in (["▁the"] if prefix else ["t", "he"])]
+    assert (after.bos_id, after.eos_id, after.adds_bos) == (before.bos_id, before.eos_id, before.adds_bos)
+    fields = gguf.GGUFReader(out).fields
+    names = ("model", "scores", "token_type", "add_space_prefix", "unknown_token_id")
+    kind, scores, kinds, said, unknown = (fields[f"tokenizer.ggml.{name}"].contents() for name in names)
+    assert (kind, said, unknown) == ("llama", prefix, 0) and "tokenizer.ggml.merges" not in fields
+    assert kinds[:4] == [2, 3, 3, 6] and kinds[258:264] == [6, 1, 1, 1, 1, 1] and kinds[-1] == 5
+    assert scores[259:264] == sorted(scores, reverse=True)[:5]
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"merges": PAIRS[:-3]}, r"expected merges that follow from scores of the tokens"),
+        ({"normalizer": normalizers.Prepend("▁")}, r"expected a space before each text and each special token's next"),
+        ({"normalizer": normalizers.NFC()}, r"expected a space before each text and each special token's next"),
+    ],
+    ids=["fewer", "prepend", "nfc"],
+)
+def test_tokenizers_of_pieces_that_no_file_describes_are_refused(tmp_path, changes, message):
+    folder = of_pieces(tmp_path / "in", prefix=True, **changes)
+    with pytest.raises(ConfigError, match=rf"^tokenizer\.json: {message}[^\n]*; export a folder[^\n]*$"):
+        convert.convert(folder, tmp_path / "out.gguf")
+    assert [path.name for path in tmp_path.iterdir()] == ["in"]
+
+
+@pytest.mark.parametrize(
+    "pre, prefix",
+    [
+        (pre_tokenizers.Metaspace("▁", "always", split=False), True),
+        (pre_tokenizers.Metaspace("▁", "never", split=False), False),
+        (pre_tokenizers.Metaspace("▁", "first", split=False), None),  # not behind special tokens, as llama.cpp has it
+        (pre_tokenizers.Metaspace("▁", "always", split=True), None),
+        (pre_tokenizers.Whitespace(), None),
+    ],
+)
+def test_spaces_before_texts_are_known(pre, prefix):
+    content = {"normalizer": None, "pre_tokenizer": json.loads(pre.__getstate__())}
+    assert gguf_pieces.has_prefix(content) is prefix
 
 
 def test_a_modelfile_has_the_template_if_it_can_be_said(tmp_path):
@@ -162,10 +254,12 @@ def test_a_modelfile_has_the_template_if_it_can_be_said(tmp_path):
     [
         (
             "gemma2",
-            {},
-            r"qwen3moe, gpt-oss, .*, qwen35, qwen35moe, olmo2 describe, got gemma2 \(.*; export a folder",
+            {"query_pre_attn_scalar": 15},
+            r"gemma2, gemma3, .*, muse-glimmer describe, got gemma2 \(gemma2 does not have .*query_pre_attn_scalar=15",
         ),
-        ("mistral", {}, r"got mistral \(llama does not have sliding_window=7\); export a folder"),
+        ("smollm3", {}, r"got smollm3 \(.*no_rope_layer_interval=2"),
+        ("ministral3", {}, r"got ministral3 \(ministral3 does not have sliding_window=9\)"),
+        ("mistral", {}, r"got mistral \(smollm3 does not have sliding_window=7\); export a folder"),
         ("qwen3_windows", {}, r"got qwen3 \(qwen3 does not have sliding_window=7, sliding_window_pattern=2\); export"),
         ("yarn", {}, r"got llama \(llama does not have rope_beta_fast=8\.0\); export a folder"),
         ("llama3_rope", {}, r"got llama \(expected rope_freqs\.weight of llama \(.*, got others.*\); export a folder"),
@@ -194,7 +288,9 @@ def test_bad_input_writes_nothing(tmp_path):
         convert.convert(folder, out)
     content = json.loads(tokenizer_json("smollm")) | {"normalizer": {"type": "NFC"}}
     (folder / "tokenizer.json").write_text(json.dumps(content))
-    with pytest.raises(ConfigError, match=r"expected a tokenizer that splits text as smollm, llama-bpe, qwen2, gpt-2"):
+    with pytest.raises(
+        ConfigError, match=r"expected a tokenizer that splits text as smollm, llama-bpe, dbrx, .*, gpt-2 of"
+    ):
         convert.convert(folder, out)
     (folder / "tokenizer.json").write_text(tokenizer_json())
     said = r"^--dtype: expected numbers within float16, got larger ones in .*up_proj"

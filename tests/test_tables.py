@@ -24,7 +24,7 @@ from surojax.run import trackers
         run_data.OF_ANSWERS,
         templates.CONTROL_TOKENS,
         export.DTYPES,
-        gguf.ARCHITECTURE_OF,
+        {name: x for name, x in gguf.ARCHITECTURE_OF.items() if name not in ("deepseek_v2", "glm4_moe_lite")},
         gguf.SIZES,
         gguf_export.DTYPES,
         missing.WRAPPERS,

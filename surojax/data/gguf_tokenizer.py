@@ -1,27 +1,56 @@
 """Converts the tokenizer of a GGUF file to a Hugging Face `tokenizer.json`, and back.
 
 GGUF stores tokens, merges and kinds of tokens, and names the rule by which text is split before the merges apply
-(`tokenizer.ggml.pre`). The rules are those of the models' own tokenizer.json; only byte-level BPE is read.
+(`tokenizer.ggml.pre`). The rules are those of the models' own tokenizer.json. Files are of byte-level BPE ("gpt2"), or
+of SentencePiece's ("llama"), which has scores in place of merges and a rule (gguf_pieces.py).
 """
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+from surojax.data import gguf_pieces
 from surojax.data.chat_files import own_turn_ends
+from surojax.data.gguf_pieces import CONTROL, NORMAL, UNUSED, USER_DEFINED
 from surojax.data.tokenizer import Tokenizer
 from surojax.data.tokenizer_files import TokenizerFiles
 from surojax.errors import ConfigError
 from surojax.own_files import Optional, check_form
 from surojax.untrusted import check_file
 
-LLAMA3 = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
-    r"|\s+(?!\S)|\s+"
+
+class Rule(NamedTuple):
+    """How a tokenizer splits text before it merges bytes.
+
+    steps: regular expressions, or "gpt2", that of the tokenizers library itself, or "digits", each digit alone; each
+    step splits the pieces of the one before. composes: text is brought into the normal form NFC first. whole: a piece
+    that is a token is one, whatever the merges say. begins: texts begin with BOS if the file does not say.
+    """
+
+    steps: tuple[str, ...]
+    composes: bool = False
+    whole: bool = False
+    begins: bool = False
+
+
+# The regular expressions of published files of tokenizer.json.
+_CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_ENDS = r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+CL100K = rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*{_ENDS}"
+QWEN2 = CL100K.replace(r"\p{N}{1,3}", r"\p{N}")
+QWEN35 = rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+|\p{{N}}| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*{_ENDS}"
+_CAPITALS, _SMALL = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_WORDS = rf"[^\r\n\p{{L}}\p{{N}}]?{_CAPITALS}*{_SMALL}+X|[^\r\n\p{{L}}\p{{N}}]?{_CAPITALS}+{_SMALL}*X"
+_O200K_ENDS = rf"| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*{_ENDS}"
+O200K = _WORDS.replace("X", f"{_CONTRACTIONS}?") + r"|\p{N}{1,3}" + _O200K_ENDS
+TEKKEN = _WORDS.replace("X", "") + r"|\p{N}" + _O200K_ENDS
+DEEPSEEK3 = (
+    r"\p{N}{1,3}",
+    "[一-龥\u3040-ゟ゠-ヿ]+",
+    r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*"""
+    + _ENDS,
 )
-QWEN2 = LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
-# The rules for splitting, by the name in the file: "gpt2" is that of the tokenizers library itself, "digits" the same
-# after every digit is split off, and the others are regular expressions.
+BYTE_LEVEL, OF_PIECES = "gpt2", "llama"  # values of tokenizer.ggml.model
 NAMED = "tokenizer.chat_template."  # before the names of further chat templates, in keys
 _ID = Optional(range(2**32))
 # Types of the metadata's values that are read, see own_files.py.
@@ -32,23 +61,33 @@ FORM = {
     "tokenizer.ggml.tokens": Optional([str]),
     "tokenizer.ggml.token_type": Optional([int]),
     "tokenizer.ggml.merges": Optional([str]),
+    "tokenizer.ggml.scores": Optional([float]),
     "tokenizer.ggml.add_bos_token": Optional(bool),
+    "tokenizer.ggml.add_space_prefix": Optional(bool),
     **{f"tokenizer.ggml.{name}_token_id": _ID for name in ("bos", "eos", "eot", "eom")},
 }
+# By the name in files.
+GPT2, LLAMA3 = Rule(("gpt2",)), Rule((CL100K,), whole=True, begins=True)
 RULES = {
-    "default": "gpt2",
-    "gpt-2": "gpt2",
-    "smollm": "digits",
+    "default": GPT2,
+    "gpt-2": GPT2,
+    "smollm": Rule(("digits", "gpt2")),
     "llama-bpe": LLAMA3,
     "llama3": LLAMA3,
     "llama-v3": LLAMA3,
-    "qwen2": QWEN2,
-    "deepseek-r1-qwen": QWEN2,
+    "lfm2": LLAMA3,
+    "dbrx": Rule((CL100K,)),
+    "glm4": Rule((CL100K,)),
+    "chatglm-bpe": Rule((CL100K,)),
+    "qwen2": Rule((QWEN2,), composes=True),
+    "deepseek-r1-qwen": Rule((QWEN2,), composes=True),
+    "qwen35": Rule((QWEN35,), composes=True),
+    "gpt-4o": Rule((O200K,)),
+    "tekken": Rule((TEKKEN,), whole=True),
+    "deepseek-v3": Rule(DEEPSEEK3),
 }
-# The names that files get: of several with one rule, the one that llama.cpp's own converter writes.
-WRITTEN = ("smollm", "llama-bpe", "qwen2", "gpt-2")
-NORMAL, UNUSED = 1, 5  # kinds of tokens: those of the merges, and rows of the embedding that no text has
-CONTROL, USER_DEFINED = 3, 4  # kinds of tokens that text is searched for before it is split
+# The names that files get: of several with one rule, one that llama.cpp's own converter writes.
+WRITTEN = ("smollm", "llama-bpe", "dbrx", "qwen2", "qwen35", "gpt-4o", "tekken", "deepseek-v3", "gpt-2")
 
 
 def read_gguf_tokenizer(path: str | Path) -> TokenizerFiles:
@@ -57,16 +96,20 @@ def read_gguf_tokenizer(path: str | Path) -> TokenizerFiles:
     kind = metadata.get("tokenizer.ggml.model")
     rule = metadata.get("tokenizer.ggml.pre", "default")
     change = "set tokenizer to the model's tokenizer.json"
-    if kind != "gpt2":
-        raise ConfigError(f"{path}: expected tokenizer.ggml.model 'gpt2' (byte-level BPE), got {kind!r}; {change}")
-    if rule not in RULES:
+    if kind not in (BYTE_LEVEL, OF_PIECES):
+        expected = f"{BYTE_LEVEL!r} (byte-level BPE) or {OF_PIECES!r} (SentencePiece's)"
+        raise ConfigError(f"{path}: expected tokenizer.ggml.model {expected}, got {kind!r}; {change}")
+    if kind == BYTE_LEVEL and rule not in RULES:
         raise ConfigError(f"{path}: expected tokenizer.ggml.pre {', '.join(RULES)}, got {rule!r}; {change}")
     tokens = metadata.get("tokenizer.ggml.tokens") or []
     kinds = metadata.get("tokenizer.ggml.token_type") or [NORMAL] * len(tokens)
     merges = metadata.get("tokenizer.ggml.merges") or []
     pairs = [tuple(merge.split(" ")) for merge in merges]
-    if not tokens or len(kinds) != len(tokens) or any(len(pair) != 2 for pair in pairs):
-        raise ConfigError(f"{path}: expected tokens, their kinds and merges of two, got others; fetch the file again")
+    scores = metadata.get("tokenizer.ggml.scores") or []
+    counts = {len(kinds)} | ({len(scores)} if kind == OF_PIECES else set())
+    if not tokens or counts != {len(tokens)} or any(len(pair) != 2 for pair in pairs):
+        needed = "scores" if kind == OF_PIECES else "merges of two"
+        raise ConfigError(f"{path}: expected tokens, their kinds and {needed}, got others; fetch the file again")
 
     def text_of(name: str) -> str:
         """Returns the text of a special token that the metadata names; "" if there is none."""
@@ -74,10 +117,16 @@ def read_gguf_tokenizer(path: str | Path) -> TokenizerFiles:
         return tokens[id_] if id_ is not None and id_ < len(tokens) else ""
 
     bos = text_of("bos")
-    adds_bos = metadata.get("tokenizer.ggml.add_bos_token", RULES[rule] == LLAMA3) is True
+    begins = RULES[rule].begins if kind == BYTE_LEVEL else True
+    adds_bos = metadata.get("tokenizer.ggml.add_bos_token", begins) is True
     starts_with = bos if adds_bos else ""
     try:
-        tokenizer = _tokenizer(tokens, kinds, pairs, rule, starts_with)
+        if kind == OF_PIECES:
+            prefix = metadata.get("tokenizer.ggml.add_space_prefix", True)
+            made = gguf_pieces.piece_tokenizer(tokens, scores, kinds, prefix=prefix)
+        else:
+            made = _byte_level(tokens, pairs, rule)
+        tokenizer = _with_added(made, tokens, kinds, starts_with)
     except Exception as error:  # the library raises plain Exception for everything
         reason = " ".join(str(error).split())[:200]
         raise ConfigError(f"{path}: expected a tokenizer, got one that is inconsistent ({reason}); {change}") from None
@@ -111,32 +160,42 @@ def _metadata(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path}: expected a GGUF file, got another ({reason[:200]}); fetch it again") from None
 
 
-def _tokenizer(tokens: list[str], kinds: list[int], merges: list[tuple], rule: str, starts_with: str) -> str:
-    """Makes the text of a tokenizer.json. starts_with: the special token before every text, "" if there is none."""
-    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+def _byte_level(tokens: list[str], merges: list[tuple], rule: str) -> Any:
+    """Makes a `tokenizers.Tokenizer` of byte-level BPE without added tokens."""
+    from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
     vocabulary = {token: i for i, token in enumerate(tokens)}
-    split = RULES[rule]
-    model: Any = models.BPE(vocab=vocabulary, merges=merges, fuse_unk=False, ignore_merges=split == LLAMA3)
+    steps, composes, whole, _ = RULES[rule]
+    model: Any = models.BPE(vocab=vocabulary, merges=merges, fuse_unk=False, ignore_merges=whole)
     tokenizer = Tokenizer(model)
-    if split == QWEN2:
+    if composes:
         tokenizer.normalizer = normalizers.NFC()
-    if split == "gpt2":
-        steps = [pre_tokenizers.ByteLevel(add_prefix_space=False)]
-    elif split == "digits":
-        steps = [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
-    else:
-        by_regex = pre_tokenizers.Split(Regex(split), behavior="isolated")
-        steps = [by_regex, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(steps)
+    known: dict[str, Any] = {
+        "gpt2": pre_tokenizers.ByteLevel(add_prefix_space=False),
+        "digits": pre_tokenizers.Digits(individual_digits=True),
+    }
+    splits = [known.get(step) or pre_tokenizers.Split(Regex(step), behavior="isolated") for step in steps]
+    if "gpt2" not in steps:
+        splits.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False))
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(splits)
     tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+def _with_added(tokenizer: Any, tokens: list[str], kinds: list[int], starts_with: str) -> str:
+    """Adds the tokens that text is searched for, and makes the text of a tokenizer.json.
+
+    starts_with: the special token before every text, "" if there is none.
+    """
+    from tokenizers import AddedToken, processors
+
     tokenizer.add_special_tokens([AddedToken(t, normalized=False) for t in _of_kind(CONTROL, tokens, kinds)])
     tokenizer.add_tokens([AddedToken(t, normalized=False) for t in _of_kind(USER_DEFINED, tokens, kinds)])
     if starts_with:
         tokenizer.post_processor = processors.TemplateProcessing(
             single=f"{starts_with} $A",
             pair=f"{starts_with} $A {starts_with}:1 $B:1",
-            special_tokens=[(starts_with, vocabulary[starts_with])],
+            special_tokens=[(starts_with, tokens.index(starts_with))],
         )
     return tokenizer.to_str()
 
@@ -144,6 +203,8 @@ def _tokenizer(tokens: list[str], kinds: list[int], merges: list[tuple], rule: s
 def _of_kind(kind: int, tokens: list[str], kinds: list[int]) -> list[str]:
     return [token for token, token_kind in zip(tokens, kinds, strict=True) if token_kind == kind]
 
+
+FOLDER = "export a folder, which llama.cpp's convert_hf_to_gguf.py may convert"
 
 # -- The other way ----------------------------------------------------------------------------------------------------
 
@@ -154,12 +215,13 @@ def tokenizer_metadata(tokenizer: Tokenizer, text: str, source: str, size: int) 
     text: its tokenizer.json. source: where that comes from, for messages. size: rows of the model's embedding, which
     has so many tokens in a file. Of several stop tokens, those with which the chat template ends an answer come first.
 
-    Raises ConfigError for a tokenizer that is not byte-level BPE, or that splits text by a rule without a name.
+    Raises ConfigError for a tokenizer that is neither byte-level BPE nor SentencePiece's, that splits text by a rule
+    without a name, or whose merges do not follow from scores.
     """
     from tokenizers import Tokenizer as Library
 
     content = json.loads(Library.from_str(text).to_str())  # with every field of the library's version
-    rule = _rule(content, source)
+    _check_added(content, source)
     added = {token["id"]: token for token in content["added_tokens"]}
     texts = {id_: text for text, id_ in content["model"]["vocab"].items()} | {i: t["content"] for i, t in added.items()}
     kinds = {i: CONTROL if token["special"] else USER_DEFINED for i, token in added.items()}
@@ -174,38 +236,76 @@ def tokenizer_metadata(tokenizer: Tokenizer, text: str, source: str, size: int) 
     others = [id_ for id_ in own_turn_ends(tokenizer) if id_ != tokenizer.eos_id]
     others += sorted(tokenizer.stop_ids - {tokenizer.eos_id, *others})
     ids |= dict(zip(("eot", "eom"), others, strict=False))
-    metadata = {
-        "model": "gpt2",
-        "pre": rule,
-        "tokens": tokens,
-        "token_type": [kinds.get(i, NORMAL) if i in texts else UNUSED for i in range(size)],
-        "merges": [merge if isinstance(merge, str) else " ".join(merge) for merge in merges],
-        "add_bos_token": tokenizer.adds_bos,
-    } | {f"{name}_token_id": id_ for name, id_ in ids.items() if id_ is not None}
+    types = [kinds.get(i, NORMAL) if i in texts else UNUSED for i in range(size)]
+    pairs = [tuple(merge.split(" ")) if isinstance(merge, str) else tuple(merge) for merge in merges]
+    if gguf_pieces.is_of_pieces(content):
+        own = _pieces(content, tokens, types, pairs, source)
+        ids |= {"unknown": content["model"]["vocab"].get(content["model"]["unk_token"])}
+    else:
+        rule = _rule(content, source)
+        own = {"model": BYTE_LEVEL, "pre": rule, "token_type": types, "merges": [" ".join(pair) for pair in pairs]}
+    metadata = own | {"tokens": tokens, "add_bos_token": tokenizer.adds_bos}
+    metadata |= {f"{name}_token_id": id_ for name, id_ in ids.items() if id_ is not None}
     template = {"tokenizer.chat_template": tokenizer.chat_template} if tokenizer.chat_template else {}
     return {f"tokenizer.ggml.{key}": value for key, value in metadata.items()} | template
 
 
-def _rule(content: dict[str, Any], source: str) -> str:
-    """Returns llama.cpp's name of the rule by which a tokenizer.json splits text. Raises ConfigError if it has none."""
-    change = "export a folder, which llama.cpp's convert_hf_to_gguf.py may convert"
+def _check_added(content: dict[str, Any], source: str) -> None:
+    """Raises ConfigError for another model than BPE, and for added tokens that no file describes."""
     if content["model"]["type"] != "BPE":
         raise ConfigError(
-            f"{source}: expected byte-level BPE for a .gguf file, got {content['model']['type']}; {change}"
+            f"{source}: expected BPE, byte-level or SentencePiece's, for a .gguf file, got {content['model']['type']}; "
+            f"{FOLDER}"
         )
     for token in content["added_tokens"]:
         for flag in ("single_word", "lstrip", "rstrip"):
             if token[flag]:
                 raise ConfigError(
                     f"{source}: expected added tokens without {flag}, which a .gguf file does not say, got "
-                    f"{token['content']!r}; {change}"
+                    f"{token['content']!r}; {FOLDER}"
                 )
+
+
+def _pieces(
+    content: dict[str, Any], tokens: list[str], types: list[int], merges: list[tuple], source: str
+) -> dict[str, Any]:
+    """Makes the metadata of SentencePiece's BPE. Raises ConfigError if llama.cpp would make other tokens."""
+    unknown = content["model"]["unk_token"]
+    kinds = [
+        gguf_pieces.UNKNOWN
+        if token == unknown
+        else gguf_pieces.BYTE
+        if token in gguf_pieces.BYTES and kind == NORMAL
+        else kind
+        for token, kind in zip(tokens, types, strict=True)
+    ]
+    prefix = gguf_pieces.has_prefix(content)
+    if prefix is None:
+        raise ConfigError(
+            f"{source}: expected a space before each text and each special token's next, or none, as llama.cpp has it, "
+            f"got another rule; {FOLDER}"
+        )
+    normal = {token for token, kind in zip(tokens, kinds, strict=True) if kind == NORMAL}
+    used = [pair for pair in merges if "".join(pair) in normal]  # text is searched for others before it is split
+    scores = gguf_pieces.scores_of(tokens, used)
+    follows = gguf_pieces.by_token(gguf_pieces.merges_of(tokens, scores, kinds)) == gguf_pieces.by_token(used)
+    if not follows or gguf_pieces.BYTE not in kinds:
+        raise ConfigError(
+            f"{source}: expected merges that follow from scores of the tokens, and a token for each byte, got others; "
+            f"{FOLDER}"
+        )
+    said = {"model": OF_PIECES, "pre": "default", "token_type": kinds, "scores": scores}
+    return said | {"add_space_prefix": prefix}
+
+
+def _rule(content: dict[str, Any], source: str) -> str:
+    """Returns llama.cpp's name of the rule by which a tokenizer.json splits text. Raises ConfigError if it has none."""
     said = _splitting(content)
     for rule in WRITTEN:
-        if said == _splitting(json.loads(_tokenizer(["a"], [NORMAL], [], rule, ""))):
+        if said == _splitting(json.loads(_byte_level(["a"], [], rule).to_str())):
             return rule
     raise ConfigError(
-        f"{source}: expected a tokenizer that splits text as {', '.join(WRITTEN)} of llama.cpp, got another; {change}"
+        f"{source}: expected a tokenizer that splits text as {', '.join(WRITTEN)} of llama.cpp, got another; {FOLDER}"
     )
 
 

@@ -57,16 +57,19 @@ def made(
     max_positions: int,
     tokens: dict[str, int | None],
     families: Mapping[str, ModelFamily] = FAMILIES,
+    *,
+    with_class: bool = True,
 ) -> dict[str, Any]:
     """Makes a config.json for these `model` fields, of the first family that computes the model.
 
-    tokens: values of keys like eos_token_id, for which the families' classes have defaults of their own. Raises
-    ConfigError if no family computes it.
+    with_class: only families of which transformers has a class without an image encoder. tokens: values of keys like
+    eos_token_id, for which the families' classes have defaults of their own. Raises ConfigError if no family computes
+    it.
     """
     wanted = normal(fields)
     differences: dict[str, list[str]] = {}
     for name, family in families.items():
-        if not family.transformers_class:
+        if with_class and not family.transformers_class:
             continue
         try:
             candidate = _candidate(family, fields) | {"max_position_embeddings": max_positions} | tokens

@@ -13,7 +13,8 @@ Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
 
 import functools
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,7 +25,7 @@ from surojax.errors import ConfigError
 from surojax.exchange import joined_rows
 from surojax.exchange.finite import is_finite
 from surojax.families import registry
-from surojax.families.family import Gguf, GgufTransform
+from surojax.families.family import Gguf, GgufParts, GgufTransform
 from surojax.families.names import LAYER_NUMBER, by_our_name, find_tensor, renamed
 from surojax.families.registry import tensor_names
 from surojax.families.window_keys import FULL, SLIDING
@@ -58,13 +59,31 @@ SIZES = {
 ROTATED = "rope.dimension_count"  # of a head's channels
 HEAD_DIM = ("attention.key_length", "attention.value_length", ROTATED)  # all are a head's channels
 SCALING_TYPE = "rope.scaling.type"
+MAGNITUDE = "rope.scaling.attn_factor"  # of rotated channels, by which llama.cpp multiplies the one that yarn implies
+SAID_MAGNITUDE = "rope.scaling.yarn_attn_factor"  # that of config.json, which llama.cpp reads in few architectures
 # Keys of the stretched positions, and theirs in rope_scaling.
 SCALING = {"rope.scaling.factor": "factor", "rope.scaling.original_context_length": "original_max_position_embeddings"}
 WINDOWED = "attention.sliding_window_pattern"  # a list of the layers that have the window, or n: each n-th has none
 FURTHER = "nextn_predict_layers"  # layers for further tokens, which block_count includes
-OFF = {"expert_count": 0}  # keys whose value must be this in families that have none of it
+# Keys whose value must be this in families that have none of it.
+OFF = {
+    "expert_count": 0,
+    "rope.scaling.yarn_beta_fast": 32,
+    "rope.scaling.yarn_beta_slow": 1,
+    "rope.scaling.yarn_ext_factor": 1,
+}
 OTHERS = frozenset(
-    (*HEAD_DIM, SCALING_TYPE, *SCALING, *OFF, "rope.scaling.finetuned", "vocab_size", "expert_used_count")
+    (
+        *HEAD_DIM,
+        SCALING_TYPE,
+        *SCALING,
+        MAGNITUDE,
+        SAID_MAGNITUDE,
+        *OFF,
+        "rope.scaling.finetuned",
+        "vocab_size",
+        "expert_used_count",
+    )
 )
 
 
@@ -125,11 +144,12 @@ def _parsed(path: Path, modified: int) -> Contents:
     return Contents(path, metadata, tensors)
 
 
-def metadata_config(contents: Contents, divisors_F: np.ndarray | None = None) -> dict[str, Any]:
+def metadata_config(contents: Contents, numbers: Mapping[str, np.ndarray] | None = None) -> dict[str, Any]:
     """Translates a file's metadata to a config.json. Raises ConfigError for a key that is missing or not known.
 
-    divisors_F: the numbers of `FREQUENCIES`, of a file that is not written yet.
+    numbers: of `FREQUENCIES` and the family's `filled` vectors, of a file that is not written yet.
     """
+    read = functools.partial(_read, contents) if numbers is None else numbers.__getitem__
     metadata = contents.metadata
     architecture = metadata["general.architecture"]
     given = {
@@ -181,13 +201,14 @@ def metadata_config(contents: Contents, divisors_F: np.ndarray | None = None) ->
         | tokens
         | dict(family.implied)
         | {key: names[ours].format(l=0) in contents.tensors for key, ours in family.present.items()}
+        | _filled(contents, family, sizes["num_hidden_layers"], head_dim, read)
         | by_layer
         | {
             "model_type": MODEL_TYPE_OF[architecture],
             "head_dim": head_dim,
             "vocab_size": contents.tensors[names["embed"]].shape[0],
             "tie_word_embeddings": names["head"] not in contents.tensors,
-            "rope_scaling": _rope_scaling(contents, divisors_F, given, sizes, head_dim),
+            "rope_scaling": _rope_scaling(contents, read, given, sizes, head_dim),
         }
     )
 
@@ -227,17 +248,40 @@ def _layer_types(contents: Contents, given: dict[str, Any], without_heads: str) 
     return {"layer_types": ["full_attention" if n else without_heads for n in of_layers]}
 
 
+def _filled(
+    contents: Contents, family: Gguf, layers: int, head_dim: int, read: Callable[[str], np.ndarray]
+) -> dict[str, float]:
+    """Reads the keys of config.json that vectors of one number say, the same in all layers.
+
+    Raises ConfigError for other vectors, or none.
+    """
+    found = {}
+    for name, key in family.filled.items():
+        vectors = [name.format(l=l) for l in range(layers)]
+        if missing := next((vector for vector in vectors if vector not in contents.tensors), None):
+            raise ConfigError(f"model_path: expected {missing} in {contents.path}, got none; {AGAIN}")
+        numbers = np.stack([read(vector) for vector in vectors])
+        if numbers.shape != (layers, head_dim) or (numbers != (numbers[0, 0] if key else 1)).any():
+            expected = "one number" if key else "ones"
+            raise ConfigError(
+                f"model_path: {contents.path}: expected {expected} in every {name.format(l='N')}, got others; such a "
+                "model is not computed"
+            )
+        found |= {key: shortest(float(numbers[0, 0]))} if key else {}
+    return found
+
+
 def shortest(value: Any) -> Any:
     """Returns the number with the fewest digits that rounds to this float32: 1e-5 instead of 9.99999975e-06."""
     return float(str(np.float32(value))) if type(value) is float else value
 
 
 def _rope_scaling(
-    contents: Contents, divisors_F: np.ndarray | None, given: dict, sizes: dict, head_dim: int
+    contents: Contents, read: Callable[[str], np.ndarray], given: dict, sizes: dict, head_dim: int
 ) -> dict[str, Any] | None:
     """Translates the metadata to the rope_scaling of a config.json; None without scaling."""
     if FREQUENCIES in contents.tensors:
-        return _from_divisors(contents, divisors_F, sizes["rope_theta"], head_dim)
+        return _from_divisors(contents, read(FREQUENCIES), sizes["rope_theta"], head_dim)
     is_scaled = given.get("rope.scaling.factor") not in (None, 0, 1)
     kind = given.get(SCALING_TYPE, "linear" if is_scaled else "none")  # as llama.cpp takes a factor without a type
     if kind == "none":
@@ -246,7 +290,27 @@ def _rope_scaling(
     if kind == "linear" or scaling["original_max_position_embeddings"] is None:
         del scaling["original_max_position_embeddings"]
     implied = FAMILIES[contents.metadata["general.architecture"]].implied_rope
-    return {"rope_type": kind} | scaling | dict(implied)
+    return {"rope_type": kind} | scaling | _magnitude(contents, given, scaling["factor"]) | dict(implied)
+
+
+def implied_magnitude(factor: float) -> float:
+    """The factor of rotated channels that YaRN implies by the factor of positions."""
+    return 0.1 * math.log(max(factor, 1)) + 1
+
+
+def _magnitude(contents: Contents, given: dict[str, Any], factor: float | None) -> dict[str, float]:
+    """Reads YaRN's attention_factor, if it is another than the implied one.
+
+    Raises ConfigError if the file says one that llama.cpp does not read there.
+    """
+    implied = implied_magnitude(factor or 1)
+    said, times = given.get(SAID_MAGNITUDE, implied), given.get(MAGNITUDE, 1)
+    if not math.isclose(said, implied, rel_tol=1e-5):
+        raise ConfigError(
+            f"model_path: {contents.path}: {SAID_MAGNITUDE}: expected {implied:.7g}, which follows from the factor "
+            f"{factor}, got {said}, which llama.cpp does not compute; fetch the model as safetensors"
+        )
+    return {} if times == 1 else {"attention_factor": round(times * implied, 6)}
 
 
 def rope_divisors(scaling: Mapping[str, float], theta: float, head_dim: int) -> np.ndarray:
@@ -258,7 +322,7 @@ def rope_divisors(scaling: Mapping[str, float], theta: float, head_dim: int) -> 
     return 1 / (kept_F + (1 - kept_F) / scaling["factor"])
 
 
-def _from_divisors(contents: Contents, divisors_F: np.ndarray | None, theta: float, head_dim: int) -> dict[str, Any]:
+def _from_divisors(contents: Contents, divisors_F: np.ndarray, theta: float, head_dim: int) -> dict[str, Any]:
     """Finds the `llama3` rope_scaling whose frequency divisors equal the file's.
 
     Files have these numbers only. The family says the parameters; the factor is the largest divisor. Raises ConfigError
@@ -271,7 +335,7 @@ def _from_divisors(contents: Contents, divisors_F: np.ndarray | None, theta: flo
             f"model_path: {contents.path}: expected no {FREQUENCIES} in a model of {architecture}, got one; fetch the "
             "model as safetensors"
         )
-    divisors_F = _read(contents, FREQUENCIES).reshape(-1) if divisors_F is None else divisors_F
+    divisors_F = divisors_F.reshape(-1)
     factor = float(divisors_F.max())
     expected_F = rope_divisors({"factor": factor, **known}, theta, head_dim)
     if expected_F.shape != divisors_F.shape or not np.allclose(divisors_F, expected_F, rtol=1e-4):
@@ -320,6 +384,13 @@ def is_permuted(name: str, family: Gguf) -> bool:
     return family.neighbours and place is not None and place.ours in ("attention.wq", "attention.wk")
 
 
+def parts_of(name: str, family: Gguf) -> tuple[GgufParts, tuple[str, ...]] | None:
+    """Returns how files of this family have a tensor in parts, and their names; None if they have it whole."""
+    place = find_tensor(name, family.names)
+    parts = family.parts.get(place.ours) if place else None
+    return (parts, tuple(part.format(l=place.l) for part in parts.names)) if place and parts else None
+
+
 def transform_of(name: str, family: Gguf) -> GgufTransform | None:
     """The transform of a tensor in files of this family; None if they have it as it is."""
     place = find_tensor(name, family.names)
@@ -342,21 +413,30 @@ class GgufTensors:
         architecture = self._contents.metadata["general.architecture"]
         further = range(first, first + self._contents.metadata.get(f"{architecture}.{FURTHER}", 0))
         self.left_aside = sorted(name for name in self._contents.tensors if _layer_of(name) in further)
-        names = [name for name in self._contents.tensors if name not in {FREQUENCIES, *self.left_aside}]
+        read = {name.format(l=l) for name in self._family.filled for l in range(first)}
+        names = [name for name in self._contents.tensors if name not in {FREQUENCIES, *read, *self.left_aside}]
+        self._joined = _joined_parts(names, self._family, to)
+        of_parts = {name for _, parts in self._joined.values() for name in parts}
+        names = [name for name in names if name not in of_parts]
         self._theirs = by_our_name(names, lambda name: renamed(name, self._family.names, to), f"model_path: {path}")
-        for name in names:
+        if twice := sorted(self._joined.keys() & self._theirs.keys()):
+            raise ConfigError(f"model_path: {path}: expected {twice[0]} whole or in parts, got both; {AGAIN}")
+        for name in (*names, *of_parts):
             _check_type(path, name, self._contents.tensors[name].kind)
         self._parts = joined_rows.parts_in(self._theirs, to)
 
     @property
     def names(self) -> set[str]:
         """The names of all tensors."""
-        return (set(self._theirs) - {part.name for part in self._parts.values()}) | self._parts.keys()
+        whole = set(self._theirs) - {part.name for part in self._parts.values()}
+        return whole | self._parts.keys() | self._joined.keys()
 
     def shape(self, name: str) -> tuple[int, ...]:
         """The shape of a tensor."""
         if part := self._parts.get(name):
             return part.shape(self.shape(part.name))
+        if name in self._joined:
+            return self._joined_shape(name)
         theirs = self._theirs[name]
         stored, transform = self._contents.tensors[theirs].shape, transform_of(theirs, self._family)
         return transform.shape(stored) if transform else stored
@@ -365,11 +445,36 @@ class GgufTensors:
         """Reads a tensor in float32."""
         if part := self._parts.get(name):
             return part.tensor([self.read(part.name)])
+        if name in self._joined:
+            parts, theirs = self._joined[name]
+            self._joined_shape(name)
+            return parts.join([_read(self._contents, part) for part in theirs], self._config)
         theirs = self._theirs[name]
         numbers = _read(self._contents, theirs)
         if transform := transform_of(theirs, self._family):
             return transform.from_file(numbers, self._config)
         return unpermuted(numbers, self._config["head_dim"]) if is_permuted(theirs, self._family) else numbers
+
+    def _joined_shape(self, name: str) -> tuple[int, ...]:
+        """The shape of a tensor of several parts. Raises ConfigError if theirs do not fit the sizes of the model."""
+        parts, theirs = self._joined[name]
+        for part, shape in zip(theirs, parts.shapes(self._config), strict=True):
+            if (stored := self._contents.tensors[part].shape) != shape:
+                raise ConfigError(f"model_path: {self.path}: {part}: expected shape {shape}, got {stored}; {AGAIN}")
+        return parts.shape(self._config)
+
+
+def _joined_parts(
+    names: Iterable[str], family: Gguf, to: Mapping[str, str]
+) -> dict[str, tuple[GgufParts, tuple[str, ...]]]:
+    """Finds the tensors of ours that a file has in parts: {our name: (how, names of the parts in the file)}."""
+    there, found = set(names), {}
+    for ours, parts in family.parts.items():
+        for l in sorted({l for name in there if (l := _layer_of(name)) is not None}):
+            theirs = tuple(name.format(l=l) for name in parts.names)
+            if there.issuperset(theirs):
+                found[to[ours].format(l=l)] = parts, theirs
+    return found
 
 
 def _layer_of(name: str) -> int | None:

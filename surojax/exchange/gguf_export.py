@@ -21,6 +21,7 @@ from surojax.exchange.gguf import (
     FAMILIES,
     FREQUENCIES,
     HEAD_DIM,
+    MAGNITUDE,
     ROTATED,
     SCALING,
     SCALING_TYPE,
@@ -28,8 +29,10 @@ from surojax.exchange.gguf import (
     WINDOWED,
     Contents,
     GgufEntry,
+    implied_magnitude,
     is_permuted,
     metadata_config,
+    parts_of,
     permuted,
     rope_divisors,
     transform_of,
@@ -109,7 +112,7 @@ def export_gguf(
     """
     check_dtype(dtype)
     path = check_gguf_path(file)
-    metadata, divisors_F, config = gguf_metadata(source, path)
+    metadata, vectors, config = gguf_metadata(source, path)
     kinds = _kinds(model, dtype)
     family = FAMILIES[metadata["general.architecture"]]
     stored_as = {renamed(name, tensor_names(family.names.keys()), family.names): name for name in kinds}
@@ -127,8 +130,8 @@ def export_gguf(
         if key != "general.architecture":  # the writer's own
             writer.add_key_value(key, value, _value_type(value))
     size = 0
-    if divisors_F is not None:
-        writer.add_tensor_info(FREQUENCIES, divisors_F.shape, divisors_F.dtype, divisors_F.nbytes)
+    for name, vector in vectors.items():
+        writer.add_tensor_info(name, vector.shape, vector.dtype, vector.nbytes)
     in_files: dict[str, list[str]] = {}  # ours, of which several may be the rows of one
     for name, ours in sorted(stored_as.items(), key=lambda pair: pair[0] if part_of_rows(pair[0]) else ""):
         part = part_of_rows(name)
@@ -139,20 +142,26 @@ def export_gguf(
         shape = shape_of_all(part, expected[ours[0]], convolution=False) if part else expected[ours[0]]
         if transform := transform_of(name, family):
             shape = transform.shape_in_file(shape)
-        bytes_ = _bytes(shape, kind)
-        writer.add_tensor_info(name, shape, np.dtype(np.float32), bytes_, raw_dtype=kind)
-        size += bytes_
+        stored = [(name, shape)]
+        if in_parts := parts_of(name, family):
+            stored = list(zip(in_parts[1], in_parts[0].shapes(config), strict=True))
+        for of_file, shape_in_file in stored:
+            _check_rows(shape_in_file, kind, of_file, dtype)
+            bytes_ = _bytes(shape_in_file, kind)
+            writer.add_tensor_info(of_file, shape_in_file, np.dtype(np.float32), bytes_, raw_dtype=kind)
+            size += bytes_
 
     def arrays() -> Iterator[np.ndarray]:
-        if divisors_F is not None:
-            yield divisors_F
+        yield from vectors.values()
         for name, ours in in_files.items():
             kind = kinds[ours[0]]
             numbers = np.concatenate([_read(tensors, part, kind, dtype) for part in ours])
             rows = permuted(numbers, of_head) if is_permuted(name, family) else numbers
             transform = transform_of(name, family)
             rows = transform.to_file(rows, config) if transform else rows
-            yield gguf.quants.quantize(rows, kind)
+            in_parts = parts_of(name, family)
+            for stored in in_parts[0].divide(rows, config) if in_parts else [rows]:
+                yield gguf.quants.quantize(stored, kind)
 
     with unfinished_beside(path, size) as unfinished, unfinished_beside(modelfile_of(path), 0) as small:
         small.write_text(modelfile, encoding="utf-8")
@@ -167,8 +176,8 @@ def export_gguf(
     return path
 
 
-def gguf_metadata(source: dict[str, Any], path: Path) -> tuple[dict[str, Any], np.ndarray | None, dict[str, Any]]:
-    """Makes (metadata, rotary frequencies' divisors or None, config.json) for a model with this config.json.
+def gguf_metadata(source: dict[str, Any], path: Path) -> tuple[dict[str, Any], dict[str, np.ndarray], dict[str, Any]]:
+    """Makes (metadata, vectors that say settings, config.json) for a model with this config.json.
 
     path: of the file, for messages. Raises ConfigError unless gguf.py reads the same model from them.
     """
@@ -181,18 +190,18 @@ def gguf_metadata(source: dict[str, Any], path: Path) -> tuple[dict[str, Any], n
             "add it"
         )
     try:
-        said = config_json.made(fields, positions, {}, families)
-        metadata, divisors_F = _metadata(said)
+        said = config_json.made(fields, positions, {}, families, with_class=False)
+        metadata, vectors = _metadata(said)
         names = FAMILIES[ARCHITECTURE_OF[said["model_type"]]].names
         entry = GgufEntry(Kind.F32, (said["vocab_size"], said["hidden_size"]), 0, 0)
         outer = ["embed", "norm"] + ([] if said["tie_word_embeddings"] else ["head"])
         entries = {names[ours]: entry for ours in outer}
         present = FAMILIES[ARCHITECTURE_OF[said["model_type"]]].present
         entries |= {names[ours].format(l=0): entry for key, ours in present.items() if said[key]}
-        entries |= {} if divisors_F is None else {FREQUENCIES: entry}
-        back = _comparable(model_fields(metadata_config(Contents(path, metadata, entries), divisors_F)))
+        entries |= dict.fromkeys(vectors, entry)
+        back = _comparable(model_fields(metadata_config(Contents(path, metadata, entries), vectors)))
         wanted = _comparable(fields)
-        lost = [f"{key}={wanted[key]!r}" for key in wanted if wanted[key] != back[key]]
+        lost = [f"{key}={wanted[key]!r}" for key in wanted if not _is_same(wanted[key], back[key])]
         problem = f"{said['model_type']} does not have {', '.join(lost)}" if lost else ""
     except ConfigError as error:
         problem = str(error).rpartition(": ")[2]
@@ -201,18 +210,25 @@ def gguf_metadata(source: dict[str, Any], path: Path) -> tuple[dict[str, Any], n
             f"export: expected a model that GGUF files of {', '.join(FAMILIES)} describe, got {source['model_type']} "
             f"({problem}); export a folder, which llama.cpp's convert_hf_to_gguf.py may convert"
         )
-    return metadata, divisors_F, said
+    return metadata, vectors, said
 
 
 def _comparable(fields: dict[str, Any]) -> dict[str, Any]:
-    """Returns the `model` fields that a trained model's results depend on, floats rounded as in a file."""
+    """Returns the `model` fields that a trained model's results depend on."""
     complete = config_json.normal(fields)
     del complete["initializer_range"]
-    return {key: float(np.float32(value)) if type(value) is float else value for key, value in complete.items()}
+    return complete
 
 
-def _metadata(said: dict[str, Any]) -> tuple[dict[str, Any], np.ndarray | None]:
-    """Translates a config.json to a file's metadata and the rotary frequencies' divisors, float32 [h / 2]."""
+def _is_same(wanted: Any, back: Any) -> bool:
+    """True if a value is what comes back, floats as float32 or as follows from one."""
+    if type(wanted) is float and type(back) is float:
+        return math.isclose(wanted, back, rel_tol=2.0**-22)
+    return wanted == back
+
+
+def _metadata(said: dict[str, Any]) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    """Translates a config.json to a file's metadata and vectors: frequencies' divisors [h / 2], `filled` ones [h]."""
     architecture = ARCHITECTURE_OF[said["model_type"]]
     family = FAMILIES[architecture]
     with_sizes = family.before_writing(said)
@@ -223,20 +239,33 @@ def _metadata(said: dict[str, Any]) -> tuple[dict[str, Any], np.ndarray | None]:
     if family.window_period and with_sizes["sliding_window"]:
         keys[WINDOWED] = [kind == SLIDING for kind in said["layer_types"]]
     h = channels(said)
-    keys |= dict.fromkeys(HEAD_DIM, h) | {"vocab_size": said["vocab_size"]} | dict(family.fixed) | dict(family.unread)
+    keys = {key: value for key, value in keys.items() if value is not None}
+    keys |= (
+        {key: h for key in HEAD_DIM if key not in family.sizes}
+        | {"vocab_size": said["vocab_size"]}
+        | dict(family.fixed)
+        | dict(family.unread)
+    )
     if family.partial_rotary:
         keys[ROTATED] = int(h * said["partial_rotary_factor"])
     scaling: dict[str, Any] = said["rope_scaling"] or {"rope_type": "none"}
-    divisors_F = None
+    vectors = {
+        name.format(l=l): np.full(h, said[key] if key else 1, np.float32)
+        for l in range(said["num_hidden_layers"])
+        for name, key in family.filled.items()
+    }
     if scaling["rope_type"] == "llama3":
-        divisors_F = rope_divisors(scaling, said["rope_theta"], h).astype(np.float32)
+        vectors[FREQUENCIES] = rope_divisors(scaling, said["rope_theta"], h).astype(np.float32)
     elif scaling["rope_type"] != "none":
         keys |= {SCALING_TYPE: scaling["rope_type"]}
         keys |= {ours: scaling[theirs] for ours, theirs in SCALING.items() if theirs in scaling}
-    floats = {"attention.layer_norm_rms_epsilon", "rope.freq_base", "rope.scaling.factor"}
-    floats |= {key for key in family.sizes if key.endswith("scale")}
+        own = scaling.get("attention_factor")
+        if own and "mscale_all_dim" not in scaling:  # of which it follows in llama.cpp
+            keys[MAGNITUDE] = own / implied_magnitude(scaling["factor"])
+    floats = {"attention.layer_norm_rms_epsilon", "rope.freq_base", "rope.scaling.factor", MAGNITUDE}
+    floats |= {key for key in family.sizes if key.endswith(("scale", "log_multiplier", "softcapping"))}
     typed = {key: float(value) if key in floats else value for key, value in keys.items()}
-    return {"general.architecture": architecture} | {f"{architecture}.{k}": v for k, v in typed.items()}, divisors_F
+    return {"general.architecture": architecture} | {f"{architecture}.{k}": v for k, v in typed.items()}, vectors
 
 
 def _kinds(model: Model, dtype: str) -> dict[str, Kind]:
@@ -251,13 +280,18 @@ def _kinds(model: Model, dtype: str) -> dict[str, Kind]:
         shape = param.shape
         whole = param.kind in (ParamKind.VECTOR, ParamKind.ROUTER)  # which llama.cpp does not quantise
         kinds[name] = Kind.F32 if whole else head if name == TENSOR_NAMES[model.head] else wanted
-        block, _ = gguf.GGML_QUANT_SIZES[kinds[name]]
-        if shape[-1] % block:
-            raise ConfigError(
-                f"--dtype: expected rows of a multiple of {block} numbers for {dtype}, got {shape[-1]} in {name}; use "
-                "bfloat16, float16 or float32"
-            )
+        _check_rows(shape, kinds[name], name, dtype)
     return kinds
+
+
+def _check_rows(shape: tuple[int, ...], kind: Kind, name: str, dtype: str) -> None:
+    """Raises ConfigError if a row of a tensor is not a whole number of blocks of its type."""
+    block, _ = gguf.GGML_QUANT_SIZES[kind]
+    if shape[-1] % block:
+        raise ConfigError(
+            f"--dtype: expected rows of a multiple of {block} numbers for {dtype}, got {shape[-1]} in {name}; use "
+            "bfloat16, float16 or float32"
+        )
 
 
 def _bytes(shape: tuple[int, ...], kind: Kind) -> int:

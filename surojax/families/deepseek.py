@@ -7,7 +7,7 @@ weights of the chosen experts by their sum, and always rotates neighbouring chan
 from typing import Any
 
 from surojax.errors import ConfigError
-from surojax.families import rope_keys, window_keys
+from surojax.families import deepseek_gguf, rope_keys, window_keys
 from surojax.families.family import (
     LLAMA_DEFAULTS,
     SHARED_EXPERT_TENSOR_NAMES,
@@ -181,6 +181,7 @@ GLM4_MOE_LITE = ModelFamily(
     read=_read_glm,
     write=_write_glm,
     tensors=TENSORS,
+    gguf=deepseek_gguf.LATENT,
     further_layers="num_nextn_predict_layers",
 )
 DEEPSEEK_V2 = ModelFamily(
@@ -213,6 +214,7 @@ DEEPSEEK_V2 = ModelFamily(
     read=_read_v2,
     write=_write_v2,
     tensors=TENSORS,
+    gguf=deepseek_gguf.LATENT,
 )
 DEEPSEEK_V3 = ModelFamily(
     model_type="deepseek_v3",
@@ -251,5 +253,6 @@ DEEPSEEK_V3 = ModelFamily(
     read=_read_v3,
     write=_write_sigmoid,
     tensors=TENSORS,
+    gguf=deepseek_gguf.LATENT,
     further_layers="num_nextn_predict_layers",
 )

@@ -101,6 +101,11 @@ EXPERT_GGUF_NAMES = GGUF_NAMES | in_gguf(Experts, *OF_EXPERTS)
 SHARED_EXPERT_GGUF_NAMES = (
     GGUF_NAMES | in_gguf(Experts) | {WITHOUT_EXPERTS + ours: theirs for ours, theirs in in_gguf(SwiGLU).items()}
 )
+# Of families with norms after attention and MLP.
+NORMS_AFTER = {
+    "attention_out_norm": GGUF_LAYER + "post_attention_norm.weight",
+    "mlp_out_norm": GGUF_LAYER + "post_ffw_norm.weight",
+}
 # Of families in whose files the norm before the MLP has the name of what follows the attention.
 NORM_AFTER_ATTENTION = {"mlp_norm": GGUF_LAYER + "post_attention_norm.weight"}
 
@@ -159,6 +164,24 @@ class GgufTransform(NamedTuple):
         return self.back(x.reshape(self.shape_in_file(ours)), config).reshape(ours)
 
 
+# Of the norms of (1 + w), of which files have that sum.
+PLUS_ONE = GgufTransform(lambda x, config: x + np.float32(1), lambda x, config: x - np.float32(1))
+
+
+class GgufParts(NamedTuple):
+    """How GGUF files have one tensor of ours as several.
+
+    names: theirs, with `{l}` for the number of the layer. shape: config.json -> our shape. shapes: config.json -> that
+    of each part. divide, join: (arrays, config.json) -> arrays: our one -> the parts, and back.
+    """
+
+    names: tuple[str, ...]
+    shape: Callable[[dict[str, Any]], tuple[int, ...]]
+    shapes: Callable[[dict[str, Any]], list[tuple[int, ...]]]
+    divide: Callable[[np.ndarray, dict[str, Any]], list[np.ndarray]]
+    join: Callable[[list[np.ndarray], dict[str, Any]], np.ndarray]
+
+
 class Gguf(NamedTuple):
     """The names, metadata keys and layouts of a family's GGUF files.
 
@@ -176,8 +199,10 @@ class Gguf(NamedTuple):
     each n-th layer has no window in files without a key for it; 0: the format has no such key. defaults: values of keys
     that files may leave out. further_layers: files may count layers that predict further tokens in block_count, and
     have them; they are left aside. unread: keys that say nothing else, with the values that are written. transforms:
-    by our name of a parameter. before_writing, after_reading: config.json -> the same with, or without, keys that only
-    `sizes` has.
+    by our name of a parameter. parts: likewise, of parameters that are written in parts; files that have them whole, by
+    `names`, are read too. filled: names of vectors of a head's channels, with `{l}`, in which all numbers are the value
+    of this key of config.json; "": 1. before_writing, after_reading: config.json -> the same with, or without, keys
+    that only `sizes` has.
     """
 
     architecture: str = ""
@@ -197,6 +222,8 @@ class Gguf(NamedTuple):
     further_layers: bool = False
     unread: Mapping[str, Any] = MappingProxyType({})
     transforms: Mapping[str, GgufTransform] = MappingProxyType({})
+    parts: Mapping[str, GgufParts] = MappingProxyType({})
+    filled: Mapping[str, str] = MappingProxyType({})
     before_writing: Callable[[dict[str, Any]], dict[str, Any]] = dict
     after_reading: Callable[[dict[str, Any]], dict[str, Any]] = dict
 

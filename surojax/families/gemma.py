@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from surojax.errors import ConfigError
-from surojax.families import rope_keys, window_keys
+from surojax.families import gemma_gguf, rope_keys, window_keys
 from surojax.families.family import LAYER, LLAMA_DEFAULTS, SIZES, TENSOR_NAMES, ImageTextFamily, ModelFamily
 
 ACTIVATION = "gelu_pytorch_tanh"
@@ -109,6 +109,7 @@ GEMMA2 = ModelFamily(
     read=_read_gemma2,
     write=_write_gemma2,
     tensors=TENSORS,
+    gguf=gemma_gguf.OF_GEMMA2,
 )
 
 # --- Gemma 3 ----------------------------------------------------------------------------------------------------------
@@ -154,6 +155,7 @@ GEMMA3 = ModelFamily(
     write=_write_gemma3,
     both_ropes=_both_ropes,
     tensors=TENSORS,
+    gguf=gemma_gguf.OF_GEMMA3,
 )
 
 

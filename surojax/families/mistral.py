@@ -4,7 +4,7 @@ from typing import Any
 
 from surojax.errors import ConfigError
 from surojax.families import rope_keys, window_keys
-from surojax.families.family import LLAMA_DEFAULTS, ImageTextFamily, ModelFamily
+from surojax.families.family import LLAMA_DEFAULTS, Gguf, ImageTextFamily, ModelFamily
 
 
 def _write(fields: dict[str, Any]) -> dict[str, Any]:
@@ -50,6 +50,30 @@ def _write_ministral3(fields: dict[str, Any]) -> dict[str, Any]:
     return keys
 
 
+TEMPERATURE, STRETCH = "temperature_scale", "yarn_log_multiplier"  # of GGUF files; no keys of config.json
+
+
+def _before_writing(config: dict[str, Any]) -> dict[str, Any]:
+    """Adds what GGUF files say apart from the rotary embedding."""
+    return config | {TEMPERATURE: (config["rope_scaling"] or {}).get(BETA), STRETCH: None}
+
+
+def _after_reading(config: dict[str, Any]) -> dict[str, Any]:
+    """Puts the growth of queries into the rotary embedding, and what llama.cpp divides YaRN's factor by.
+
+    Raises ConfigError for queries that grow by positions that no rotary embedding counts.
+    """
+    config = dict(config)
+    beta, stretch, scaling = config.pop(TEMPERATURE), config.pop(STRETCH), config["rope_scaling"]
+    if not scaling or scaling["rope_type"] != "yarn":
+        raise ConfigError(
+            "model_path: rope.scaling.type: expected yarn for mistral3, whose queries grow by its original length, got "
+            f"{scaling and scaling['rope_type']}; fetch the model as safetensors"
+        )
+    mscales = {"mscale": 1.0, "mscale_all_dim": stretch} if stretch else {}
+    return config | {"rope_scaling": scaling | mscales | {BETA: beta}}
+
+
 MINISTRAL3 = ModelFamily(
     model_type="ministral3",
     transformers_class="Ministral3ForCausalLM",
@@ -73,6 +97,14 @@ MINISTRAL3 = ModelFamily(
     },
     read=_read_ministral3,
     write=_write_ministral3,
+    gguf=Gguf(
+        architecture="mistral3",
+        neighbours=True,
+        sizes={"attention.temperature_scale": TEMPERATURE, "rope.scaling.yarn_log_multiplier": STRETCH},
+        defaults={"attention.temperature_scale": 0.0, "rope.scaling.yarn_log_multiplier": 0.0},
+        before_writing=_before_writing,
+        after_reading=_after_reading,
+    ),
 )
 
 

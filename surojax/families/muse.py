@@ -2,14 +2,29 @@
 
 Layers without a window have no rotary embedding either; both are counted from the last layer. transformers has these
 models only with their image encoder, which is not trained.
+
+In GGUF files (llama.cpp's `muse-glimmer`, found by what it asks for and computes) the weightless norms of queries and
+keys are vectors: of the factor of queries, and of ones. What follows a layer's window, its rotary embedding and the
+1e-8 of the norms after attention and MLP, no key says.
 """
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 from surojax.errors import ConfigError
 from surojax.families import rope_keys, window_keys
-from surojax.families.family import LLAMA_DEFAULTS, SIZES, ImageTextFamily, ModelFamily
+from surojax.families.family import (
+    GGUF_LAYER,
+    GGUF_NAMES,
+    LLAMA_DEFAULTS,
+    NORMS_AFTER,
+    PLUS_ONE,
+    SIZES,
+    Gguf,
+    ImageTextFamily,
+    ModelFamily,
+)
 from surojax.families.gemma import TENSORS
 from surojax.models.decoder_config import channels
 
@@ -88,11 +103,23 @@ def _without_rope(given: dict[str, Any], base: float, default: list[bool]) -> li
     return [not theta for theta in bases[:layers]]
 
 
+def _shortest(number: float, is_same: Callable[[float], bool]) -> float:
+    """Returns the number with the fewest digits, of at least 6, from which the field follows; else the number."""
+    rounded = (float(f"{number:.{digits}g}") for digits in range(6, 18))
+    return next(filter(is_same, rounded), number)
+
+
+def _after_reading(config: dict[str, Any]) -> dict[str, Any]:
+    """Adds the base of each layer's rotary embedding: 0 for those without a window."""
+    bases = [0 if kind == window_keys.FULL else config["rope_theta"] for kind in config["layer_types"]]
+    return config | {BASES: bases}
+
+
 def _write(fields: dict[str, Any]) -> dict[str, Any]:
     layers = fields["num_hidden_layers"]
     n, m = ("sliding_window_pattern", "no_rope_layer_interval")
     full, unrotated = (_nth_layers(layers, fields[x], from_last=fields["layers_from_last"]) for x in (n, m))
-    slides = fields["sliding_window"]
+    slides, scalar, scaling = (fields[x] for x in ("sliding_window", "query_pre_attn_scalar", "logits_scaling"))
     return {
         "head_dim": fields["head_dim"],
         "attention_bias": False,
@@ -100,8 +127,8 @@ def _write(fields: dict[str, Any]) -> dict[str, Any]:
         "sliding_window": slides or 2048,
         "layer_types": [window_keys.FULL if x or not slides else window_keys.SLIDING for x in full],
         BASES: [0 if x else fields["rope_theta"] for x in unrotated],
-        QUERIES: math.sqrt(fields["head_dim"] / fields["query_pre_attn_scalar"]),
-        LOGITS: 1 / fields["logits_scaling"],
+        QUERIES: _shortest(math.sqrt(fields["head_dim"] / scalar), lambda x: fields["head_dim"] / x**2 == scalar),
+        LOGITS: _shortest(1 / scaling, lambda x: 1 / x == scaling),
         CAP: fields[CAP],
         "post_norm_eps": fields["post_norm_eps"] or fields["rms_norm_eps"],
     } | rope_keys.write_rope(fields)
@@ -141,5 +168,16 @@ MUSE_GLIMMER = ModelFamily(
     read=_read,
     write=_write,
     tensors=TENSORS,
+    gguf=Gguf(
+        architecture="muse-glimmer",
+        neighbours=True,
+        names=GGUF_NAMES | NORMS_AFTER | {"attention.wg": GGUF_LAYER + "attn_gate.weight"},
+        sizes={"attention.sliding_window": "sliding_window", "logit_scale": LOGITS, CAP: CAP},
+        implied={"post_norm_eps": 1e-8},
+        window_period=PERIOD,
+        transforms=dict.fromkeys(("attention_norm", "mlp_norm", *NORMS_AFTER), PLUS_ONE),
+        filled={GGUF_LAYER + "attn_q_norm.weight": QUERIES, GGUF_LAYER + "attn_k_norm.weight": ""},
+        after_reading=_after_reading,
+    ),
 )
 MUSE_GLIMMER_IMAGES = ImageTextFamily(model_type="muse_glimmer", text_types=("muse_glimmer_text",))

@@ -8,10 +8,10 @@ from typing import Any
 from surojax.errors import ConfigError
 from surojax.families import rope_keys, window_keys
 from surojax.families.family import (
-    GGUF_LAYER,
     GGUF_NAMES,
     LAYER,
     LLAMA_DEFAULTS,
+    NORMS_AFTER,
     TENSOR_NAMES,
     WITHOUT_WINDOW,
     Gguf,
@@ -99,11 +99,7 @@ OLMO3 = ModelFamily(
     tensors=TENSORS,
     gguf=Gguf(  # for OLMo 2 too, whose layers have no window
         architecture="olmo2",
-        names={ours: theirs for ours, theirs in GGUF_NAMES.items() if ours not in INPUT_NORMS}
-        | {
-            "attention_out_norm": GGUF_LAYER + "post_attention_norm.weight",
-            "mlp_out_norm": GGUF_LAYER + "post_ffw_norm.weight",
-        },
+        names={ours: theirs for ours, theirs in GGUF_NAMES.items() if ours not in INPUT_NORMS} | NORMS_AFTER,
         sizes={"attention.sliding_window": "sliding_window"},
         defaults={"attention.sliding_window": 0},
         window_period=PERIOD,

@@ -175,4 +175,5 @@ QWEN3_NEXT = ModelFamily(
     tensors=NAMES_OF_EXPERTS
     | {targets.WITHOUT_EXPERTS + ours: theirs for ours, theirs in in_safetensors(SwiGLU).items()},
     further_tensors="mtp.",
+    gguf=qwen3_5_gguf.NEXT,
 )

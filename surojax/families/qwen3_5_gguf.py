@@ -1,8 +1,11 @@
-"""Qwen3.5 in GGUF files, which differ from Hugging Face's in more than names, as llama.cpp's converter writes them.
+"""Qwen3.5 and Qwen3-Next in GGUF files, as llama.cpp's converter writes them: in more than names unlike Hugging Face's.
 
 The value heads of a gated delta net are in another order: in Hugging Face's, those that share a key head follow each
 other; here the first of each key head come first, then the second of each. Decays are stored as -exp(A_log), weights of
 the norms of (1 + w) with that 1, and convolutions without their axis of input channels.
+
+Qwen3-Next's value heads stay in order; of its fused projection the gates are a tensor of their own, and the rest has
+the rows of all queries, then of all keys, then of all values.
 
 Layers have attention every few layers, which one number says. Sections of the rotary embedding divide it between the
 three positions of a token of an image, which are equal in a text.
@@ -17,9 +20,12 @@ from surojax.errors import ConfigError
 from surojax.families.family import (
     EXPERT_GGUF_NAMES,
     EXPERT_GGUF_SIZES,
+    GGUF_LAYER,
     GGUF_NAMES,
     NORM_AFTER_ATTENTION,
+    PLUS_ONE,
     Gguf,
+    GgufParts,
     GgufTransform,
     in_gguf,
 )
@@ -82,31 +88,74 @@ def _values(x: np.ndarray, config: dict[str, Any], *, to_file: bool) -> np.ndarr
     return np.concatenate([x[:before], values])
 
 
-def _decays_to_file(x: np.ndarray, config: dict[str, Any]) -> np.ndarray:
-    return HEADS.change(-np.exp(x), config)
-
-
 def _decays_from_file(x: np.ndarray, config: dict[str, Any]) -> np.ndarray:
     if x.max() >= 0:
         raise ConfigError("model_path: ssm_a: expected numbers below 0, got others; fetch the file again")
-    return HEADS.back(np.log(-x), config)
+    return np.log(-x)
 
 
+def _sizes_of_fused(config: dict[str, Any]) -> tuple[int, list[int]]:
+    """Returns (key heads, rows of each key head: of its query, its key, its values and their gates)."""
+    keys, k = config["linear_num_key_heads"], config["linear_key_head_dim"]
+    values = config["linear_num_value_heads"] // keys * config["linear_value_head_dim"]
+    return keys, [k, k, values, values]
+
+
+def _divide_fused(x: np.ndarray, config: dict[str, Any]) -> list[np.ndarray]:
+    keys, sizes = _sizes_of_fused(config)
+    by_head = np.split(x.reshape(keys, sum(sizes), -1), np.cumsum(sizes)[:-1], axis=1)
+    *qkv, z = (rows.reshape(-1, x.shape[1]) for rows in by_head)
+    return [np.concatenate(qkv), z]
+
+
+def _join_fused(parts: list[np.ndarray], config: dict[str, Any]) -> np.ndarray:
+    qkv, z = parts
+    keys, sizes = _sizes_of_fused(config)
+    rows = [*np.split(qkv, keys * np.cumsum(sizes[:2])), z]
+    by_head = [x.reshape(keys, -1, qkv.shape[1]) for x in rows]
+    return np.concatenate(by_head, axis=1).reshape(-1, qkv.shape[1])
+
+
+def _shapes_of_fused(config: dict[str, Any]) -> list[tuple[int, ...]]:
+    keys, (*qkv, z) = _sizes_of_fused(config)
+    return [(keys * sum(qkv), config["hidden_size"]), (keys * z, config["hidden_size"])]
+
+
+def _shape_of_fused(config: dict[str, Any]) -> tuple[int, ...]:
+    keys, sizes = _sizes_of_fused(config)
+    return (keys * sum(sizes), config["hidden_size"])
+
+
+FUSED = GgufParts(
+    names=(GGUF_LAYER + "attn_qkv.weight", GGUF_LAYER + "attn_gate.weight"),
+    shape=_shape_of_fused,
+    shapes=_shapes_of_fused,
+    divide=_divide_fused,
+    join=_join_fused,
+)
 HEADS = _of_heads()
-PLUS_ONE = GgufTransform(lambda x, config: x + np.float32(1), lambda x, config: x - np.float32(1))
 ROWS = GgufTransform(
     lambda x, config: _values(x, config, to_file=True), lambda x, config: _values(x, config, to_file=False)
 )
+ONE_INPUT = GgufTransform(lambda x, config: x, lambda x, config: x, axis=1, dimensions=3)
 ONE_ROW = GgufTransform(lambda x, config: x, lambda x, config: x, axis=0, dimensions=2)
-TRANSFORMS = {
+DECAYS = GgufTransform(lambda x, config: -np.exp(x), _decays_from_file)
+OF_BOTH = {
     **dict.fromkeys(("norm", "attention_norm", "mlp_norm", "attention.q_norm", "attention.k_norm"), PLUS_ONE),
+    "delta.A_log": DECAYS,
+    "delta.taps": ONE_INPUT,
+    "mlp.shared_expert_gate": ONE_ROW,
+}
+TRANSFORMS = OF_BOTH | {
     "delta.wqkv": ROWS,
     "delta.wz": _of_heads(0, "linear_value_head_dim"),
     "delta.wo": _of_heads(1, "linear_value_head_dim"),
     **dict.fromkeys(("delta.wa", "delta.wb", "delta.dt_bias"), HEADS),
-    "delta.A_log": GgufTransform(_decays_to_file, _decays_from_file),
+    "delta.A_log": GgufTransform(
+        lambda x, config: HEADS.change(DECAYS.change(x, config), config),
+        lambda x, config: DECAYS.back(HEADS.back(x, config), config),
+    ),
     "delta.taps": ROWS._replace(axis=1, dimensions=3),
-    "mlp.shared_expert_gate": ONE_ROW,
 }
 SIZES = {
     "ssm.conv_kernel": "linear_conv_kernel_dim",
@@ -120,7 +169,6 @@ HOW: dict[str, Any] = {
     "further_layers": True,
     "unread": {"nextn_predict_layers": 0, "rope.dimension_sections": [11, 11, 10, 0]},
     "partial_rotary": True,
-    "transforms": TRANSFORMS,
     "before_writing": before_writing,
     "after_reading": after_reading,
 }
@@ -129,18 +177,34 @@ DENSE = Gguf(
     names=GGUF_NAMES | in_gguf(GatedDelta) | NORM_AFTER_ATTENTION,
     sizes=SIZES,
     defaults={INTERVAL: 4},
+    transforms=TRANSFORMS,
     **HOW,
 )
-WITH_EXPERTS = Gguf(
-    architecture="qwen35moe",
-    names=EXPERT_GGUF_NAMES | in_gguf(Experts, *GATED_SHARED) | in_gguf(GatedDelta) | NORM_AFTER_ATTENTION,
-    sizes=SIZES
+SIZES_OF_EXPERTS = (
+    SIZES
     | EXPERT_GGUF_SIZES
     | {
         "feed_forward_length": "intermediate_size",
         "expert_feed_forward_length": "moe_intermediate_size",
         "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
-    },
+    }
+)
+NAMES_OF_EXPERTS = EXPERT_GGUF_NAMES | in_gguf(Experts, *GATED_SHARED) | in_gguf(GatedDelta) | NORM_AFTER_ATTENTION
+WITH_EXPERTS = Gguf(
+    architecture="qwen35moe",
+    names=NAMES_OF_EXPERTS,
+    sizes=SIZES_OF_EXPERTS,
     defaults={INTERVAL: 4, "feed_forward_length": 0},  # there is no MLP of that width
+    transforms=TRANSFORMS,
     **HOW,
+)
+NEXT = Gguf(
+    architecture="qwen3next",
+    names=NAMES_OF_EXPERTS,
+    sizes=SIZES_OF_EXPERTS,
+    defaults={INTERVAL: 4},
+    implied={"norm_topk_prob": True},
+    transforms=OF_BOTH,
+    parts={"delta.wqkvz": FUSED},
+    **HOW | {"further_layers": False, "unread": {}},
 )

@@ -4,7 +4,7 @@ from typing import Any
 
 from surojax.errors import ConfigError
 from surojax.families import rope_keys, window_keys
-from surojax.families.family import LLAMA_DEFAULTS, ModelFamily
+from surojax.families.family import LLAMA_DEFAULTS, Gguf, ModelFamily
 
 
 def _read(given: dict[str, Any]) -> dict[str, Any]:
@@ -84,4 +84,5 @@ SMOLLM3 = ModelFamily(
     },
     read=_read,
     write=_write,
+    gguf=Gguf(neighbours=True, implied={"no_rope_layer_interval": 4}),  # which llama.cpp has in its code
 )

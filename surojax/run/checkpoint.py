@@ -15,8 +15,10 @@ of its own, not compressed, that has the blocks of the run's file until the next
 
 import asyncio
 import contextlib
+import errno
 import logging
 import math
+import os
 import shutil
 import sys
 from collections.abc import Callable
@@ -143,8 +145,9 @@ class Checkpoints:
         def message(reason):
             failed = self.last
             self.last = find(self.folder)
-            full = "the disk or a quota may be full"
-            return f"could not write checkpoint {failed} ({reason}); {full}; last checkpoint: {self.last}"
+            many = os.strerror(errno.EMFILE) in reason
+            change = "raise the limit that `ulimit -n` shows" if many else "the disk or a quota may be full"
+            return f"could not write checkpoint {failed} ({reason}); {change}; last checkpoint: {self.last}"
 
         return Translate(message)
 

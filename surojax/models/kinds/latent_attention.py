@@ -56,7 +56,7 @@ class LatentAttention(Mixer):
         "wq_a": FileNames("self_attn.q_a_proj.weight", "attn_q_a.weight"),
         "wq_b": FileNames("self_attn.q_b_proj.weight", "attn_q_b.weight"),
         "wkv_a": FileNames("self_attn.kv_a_proj_with_mqa.weight", "attn_kv_a_mqa.weight"),
-        "wkv_b": FileNames("self_attn.kv_b_proj.weight"),
+        "wkv_b": FileNames("self_attn.kv_b_proj.weight", "attn_kv_b.weight"),
         "wo": FileNames("self_attn.o_proj.weight", "attn_output.weight"),
         "q_norm": FileNames("self_attn.q_a_layernorm.weight", "attn_q_a_norm.weight"),
         "kv_norm": FileNames("self_attn.kv_a_layernorm.weight", "attn_kv_a_norm.weight"),
