@@ -258,7 +258,9 @@ def adapter_of(config: dict[str, Any]) -> peft.AdapterArrays:
     c, model = model_of(config)
     lora = Lora(2, 4.0, target_names(c.lora_target_modules, kinds(c).values()))
     every = {name.removeprefix(peft.PREFIX): shape for name, shape in peft.tensor_shapes(lora, model).items()}
-    stack = lambda target, end: np.stack([drawn(name + end, every[name + end]) for name in modules(model)[target]])
+    stack = lambda target, end: peft.of_layers(
+        [drawn(name + end, every[name + end]) for name in modules(model)[target]]
+    )
     factors = lambda target: {"a": stack(target, peft.FACTOR_A), "b": stack(target, peft.FACTOR_B)}
     return peft.AdapterArrays(lora, {target: factors(target) for target in lora.targets}, {})
 
