@@ -40,7 +40,7 @@ def times(factor: float, x: jax.Array) -> jax.Array:
 
 
 @jax.custom_vjp
-def scaled(x_BSD: jax.Array, factor_1: jax.Array) -> jax.Array:
+def times_layer_scalar(x_BSD: jax.Array, factor_1: jax.Array) -> jax.Array:
     """Returns x times a number `[1]` that is not trained: its gradient is 0.
 
     The result and x's gradient are written to memory, so that no kernel contracts them into a sum that follows.
@@ -48,8 +48,8 @@ def scaled(x_BSD: jax.Array, factor_1: jax.Array) -> jax.Array:
     return materialised(x_BSD * factor_1[None, None])
 
 
-scaled.defvjp(
-    lambda x_BSD, factor_1: (scaled(x_BSD, factor_1), factor_1),
+times_layer_scalar.defvjp(
+    lambda x_BSD, factor_1: (times_layer_scalar(x_BSD, factor_1), factor_1),
     lambda factor_1, dx_BSD: (materialised(dx_BSD * factor_1[None, None]), jnp.zeros_like(factor_1)),
 )
 
@@ -181,7 +181,7 @@ class Block(nnx.Module):
         """Multiplies by `layer_scalar`, if there is one."""
         if not self.config.layer_scalar:
             return x_BSD
-        return scaled(x_BSD, self.layer_scalar[...].astype(x_BSD.dtype))
+        return times_layer_scalar(x_BSD, self.layer_scalar[...].astype(x_BSD.dtype))
 
 
 class Outer(nnx.Module):
