@@ -175,10 +175,11 @@ def cases() -> list[Case]:
 
 def refused(case: Case) -> str:
     """The reason why there is no such export; "": there is."""
-    if case.family in VARIANTS and (case.kind not in ("float32", "made") or case.layout == "together"):
-        return "of one model of a family"
     family = FAMILIES[case.family.split()[0]]
-    has_experts = "mlp.router" in family.tensors
+    in_one_layout = case.layout == "together" and not family.expert_files.only
+    if case.family in VARIANTS and (case.kind not in ("float32", "made") or in_one_layout):
+        return "of one model of a family"
+    has_experts = bool({"mlp.router", "mlp.experts.router"} & family.tensors.keys())
     if case.layout == "together" and not has_experts:
         return "a model without experts"
     if case.layout == "apart" and family.expert_files.only:
