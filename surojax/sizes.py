@@ -15,6 +15,8 @@ LARGEST = {
     "num_attention_heads": 2**14,
     "num_key_value_heads": 2**14,
     "head_dim": 2**14,
+    "global_head_dim": 2**14,
+    "num_global_key_value_heads": 2**14,
     "q_lora_rank": 2**16,
     "kv_lora_rank": 2**16,
     "qk_nope_head_dim": 2**14,

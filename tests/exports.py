@@ -105,6 +105,11 @@ OF_FAMILY: dict[str, dict[str, Any]] = {
     "nemotron_h": {"layers_block_type": ["linear_attention", "moe", "full_attention", "mlp", "moe"], "n_groups": 2}
     | {"mamba_num_heads": 4, "mamba_head_dim": 16, "ssm_state_size": 16, "n_routed_experts": 4}
     | {"moe_intermediate_size": 32, "moe_shared_expert_intermediate_size": 64, "routed_scaling_factor": 1.5},
+    "gemma4_text": WINDOW
+    | {"num_hidden_layers": 6, "global_head_dim": 64, "num_global_key_value_heads": 1, "attention_k_eq_v": True}
+    | {"hidden_size_per_layer_input": 0, "final_logit_softcapping": 3.0, "tie_word_embeddings": True},
+    "gemma4_unified_text": WINDOW
+    | {"num_hidden_layers": 6, "global_head_dim": 64, "num_global_key_value_heads": 1, "attention_k_eq_v": True},
 }
 # Further models of a family, which are exported as they are and with a config.json that is made.
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -125,6 +130,14 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "olmo2 tied": {"tie_word_embeddings": True, "num_key_value_heads": 4},
     "olmo3 full": {"num_hidden_layers": 2, "layer_types": [FULL, FULL]},
     "muse_glimmer_text turned": {"layer_rope_theta": [1e4] * 5, "qk_scale_factor": 1.5, "tie_word_embeddings": True},
+    "gemma4_text plain": {"attention_k_eq_v": False, "layer_types": [SLIDING, FULL] * 3, "tie_word_embeddings": False},
+    "gemma4_text experts": {
+        "enable_moe_block": True,
+        "num_experts": 4,
+        "top_k_experts": 2,
+        "moe_intermediate_size": 32,
+    },
+    "gemma4_text full": {"num_hidden_layers": 2, "layer_types": [FULL, FULL], "final_logit_softcapping": None},
     "deepseek_v3 plain": {"q_lora_rank": None, "rope_interleave": False, "rope_parameters": None, "n_group": 1}
     | {"topk_group": 1, "attention_bias": True},
     "granitemoehybrid dense": {"num_local_experts": 0, "position_embedding_type": None, "tie_word_embeddings": True}
@@ -172,10 +185,11 @@ def cases() -> list[Case]:
 
 def refused(case: Case) -> str:
     """The reason why there is no such export; "": there is."""
-    if case.family in VARIANTS and (case.kind not in ("float32", "made") or case.layout == "together"):
-        return "of one model of a family"
     family = FAMILIES[case.family.split()[0]]
-    has_experts = "mlp.router" in family.tensors
+    in_one_layout = case.layout == "together" and not family.expert_files.only
+    if case.family in VARIANTS and (case.kind not in ("float32", "made") or in_one_layout):
+        return "of one model of a family"
+    has_experts = bool({"mlp.router", "mlp.experts.router"} & family.tensors.keys())
     if case.layout == "together" and not has_experts:
         return "a model without experts"
     if case.layout == "together" and family.options.get("hidden_act") == "relu2":
@@ -233,7 +247,12 @@ class Drawn:
         return self._shapes[name]
 
     def read(self, name: str) -> np.ndarray:
-        return drawn(name, self._shapes[name]) * (5 if "gate.weight" in name else 1) + ("norm" in name)
+        return drawn(name, self._shapes[name]) * (5 if "gate.weight" in name else 1) + self._mean(name)
+
+    @staticmethod
+    def _mean(name: str) -> bool:
+        """1 for a factor of channels, of experts or of a layer, else 0."""
+        return "norm" in name or name.endswith(("layer_scalar", "router.scale", "per_expert_scale"))
 
 
 def drawn(name: str, shape: tuple[int, ...]) -> np.ndarray:
@@ -253,7 +272,9 @@ def adapter_of(config: dict[str, Any]) -> peft.AdapterArrays:
     c, model = model_of(config)
     lora = Lora(2, 4.0, target_names(c.lora_target_modules, kinds(c).values()))
     every = {name.removeprefix(peft.PREFIX): shape for name, shape in peft.tensor_shapes(lora, model).items()}
-    stack = lambda target, end: np.stack([drawn(name + end, every[name + end]) for name in modules(model)[target]])
+    stack = lambda target, end: peft.of_layers(
+        [drawn(name + end, every[name + end]) for name in modules(model)[target]]
+    )
     factors = lambda target: {"a": stack(target, peft.FACTOR_A), "b": stack(target, peft.FACTOR_B)}
     return peft.AdapterArrays(lora, {target: factors(target) for target in lora.targets}, {})
 

@@ -1,6 +1,6 @@
-"""Families against transformers in float64: GLM-4.7-Flash, DeepSeek-V2, -V3, OLMo, Muse-Glimmer, Granite-4, Nemotron-H.
+"""Families against transformers in float64: latent attention, OLMo, Muse-Glimmer, Granite-4, Nemotron-H and Gemma 4.
 
-Their references: `fixtures/make_deepseek_reference.py`, `make_olmo_reference.py` and `make_mamba2_reference.py`.
+Their references: `fixtures/make_deepseek_reference.py`, and those of olmo, mamba2 and gemma4.
 """
 
 import dataclasses
@@ -59,7 +59,7 @@ from surojax.verification.settings import NVME_ALL
 
 REFERENCE: dict[str, np.ndarray] = {}
 KEYS: dict[str, dict[str, Any]] = {}  # by family
-for name in ("deepseek", "olmo", "mamba2"):
+for name in ("deepseek", "olmo", "mamba2", "gemma4"):
     with np.load(Path(__file__).parent / "fixtures" / f"{name}_reference.npz") as arrays:
         REFERENCE |= dict(arrays)
         for file in (file for file in arrays if file.startswith("keys.")):
@@ -69,7 +69,8 @@ CASES = ("glm", "glm_tied", "glm_groups", "v2", "v2_lite", "v2_tied", "v3", "v3_
 CASES += ("olmo2", "olmo2_tied", "olmo2_yarn", "olmo3", "olmo3_tied", "olmo3_full", "muse", "muse_tied", "muse_turned")
 CASES += ("granite4", "granite4_tied", "granite4_moe", "granite4_moe_tied", "granite4_attention")
 CASES += ("nemotron", "nemotron_groups", "nemotron_dense")
-BIAS = "gate.e_score_correction_bias"
+CASES += ("gemma4", "gemma4_plain", "gemma4_full", "gemma4_unified", "gemma4_moe", "gemma4_moe_two", "gemma4_moe_all")
+NOT_TRAINED = ("gate.e_score_correction_bias", "layer_scalar")
 
 
 def stored(case: str, what: str) -> dict[str, np.ndarray]:
@@ -127,7 +128,7 @@ def loss_and_gradients(layers: ByLayer, case: str):
     return jax.value_and_grad(lambda params: mean_loss(layers.logits(params, tokens), labels))
 
 
-@pytest.mark.parametrize("case", quick_at([(case,) for case in CASES], 5, 9, 16, 25))
+@pytest.mark.parametrize("case", quick_at([(case,) for case in CASES], 5, 9, 16, 25, 31))
 def test_logits_are_those_of_transformers(in_float64, case):  # noqa: F811
     layers = ByLayer(model_of(case))
     found = layers.logits(params_of(layers, case), jnp.asarray(REFERENCE[f"{case}/tokens"]))
@@ -137,16 +138,16 @@ def test_logits_are_those_of_transformers(in_float64, case):  # noqa: F811
 @pytest.mark.full
 @pytest.mark.parametrize("case", CASES)
 def test_loss_and_gradients_are_those_of_transformers(in_float64, case):  # noqa: F811
-    """Of all parameters; the bias of the choice has none."""
+    """Of all parameters; the bias of the choice and a layer's factor have none."""
     layers = ByLayer(model_of(case))
     loss, grads = loss_and_gradients(layers, case)(params_of(layers, case))
     assert_close(np.asarray(loss), REFERENCE[f"{case}/loss"], "loss")
     expected = together(case, "grad")
     names = layers.of_each(lambda param, segment, l: tensor_name(param, segment, l), lambda param: tensor_name(param))
     found = dict(zip(jax.tree.leaves(names), map(np.asarray, jax.tree.leaves(grads)), strict=True))
-    biases = {name: found.pop(name) for name in [*found] if name.endswith(BIAS)}
-    has_bias = case.startswith(("glm", "v3", "nemotron")) and case != "nemotron_dense"
-    assert bool(biases) == has_bias and not any(x.any() for x in biases.values())
+    others = {name: found.pop(name) for name in [*found] if name.endswith(NOT_TRAINED)}
+    has_others = case.startswith(("glm", "v3", "nemotron", "gemma4")) and case != "nemotron_dense"
+    assert bool(others) == has_others and not any(x.any() for x in others.values())
     assert found.keys() == expected.keys()
     for name, x in found.items():  # of which the reference has float32
         assert_close(x, expected[name].astype(np.float64), name, 1e-7)
@@ -206,24 +207,26 @@ def written(folder: Path, case: str, weights: dict[str, np.ndarray], **changes) 
     return folder
 
 
-@pytest.mark.parametrize("case", quick_at([(case,) for case in CASES], 5, 9, 16))
+@pytest.mark.parametrize("case", quick_at([(case,) for case in CASES], 5, 9, 16, 19))
 def test_models_come_out_as_they_went_in(tmp_path, case):
     """To the bit, from files with a tensor for each expert and of all; the same config.json."""
     weights = in_files(case, "weight")
     has_experts = any(".experts." in name for name in weights)
-    separate = expert_tensors.of_each(weights) if case.startswith("nemotron") else apart(weights)
+    of_all = has_experts and FAMILIES[given(case)["model_type"]].expert_files.only
+    separate = expert_tensors.of_each(weights) if case.startswith("nemotron") else weights if of_all else apart(weights)
     if case.startswith("nemotron") and has_experts:  # without a gate they are in no file together
         weights = separate
-    for i, files in enumerate((weights, separate)[: 2 if has_experts else 1]):
+    for i, files in enumerate((weights, separate)[: 2 if has_experts and not of_all else 1]):
         folder = written(tmp_path / f"in{i}", case, files)
         out = convert.convert(folder, tmp_path / f"out{i}", dtype="float32")
         chex.assert_trees_all_equal(safetensors.numpy.load_file(out / SINGLE), separate)
         assert model_fields(read_config(out)) == model_fields(given(case))
-    if weights is separate:
+    joined = has_experts and not of_all
+    if weights is separate and not of_all:
         with pytest.raises(ConfigError, match=r"^--experts-together: expected experts with a gate, got .*up_proj"):
             convert.convert(folder, tmp_path / "together", dtype="float32", experts_together=True)
-        has_experts = False
-    out = convert.convert(folder, tmp_path / "together", dtype="float32", experts_together=has_experts)
+        joined = False
+    out = convert.convert(folder, tmp_path / "together", dtype="float32", experts_together=joined)
     chex.assert_trees_all_equal(safetensors.numpy.load_file(out / SINGLE), weights)
     fields = model_fields(given(case))
     if case.startswith("muse"):
@@ -322,6 +325,10 @@ REFUSED: dict[str, dict[int, str]] = {
     "muse_glimmer_text": {7: "layer_types", 8: "layer_types", 9: "clip_qkv", 10: "norm_after", 12: "qk_scale_factor"}
     | {13: "qk_scale_factor", 15: "output_multiplier", 17: "post_norm_eps"}
     | dict.fromkeys((18, 22, 24, 25), "layer_rope_theta"),
+    "gemma4_text": {28: "rope_partial", 33: "rope_factor", 37: "partial_rotary", 39: "rope_type default"}
+    | {43: "hidden_size_per_layer_input", 52: "use_bidirectional"},
+    "gemma4_unified_text": {28: "rope_partial", 33: "rope_factor", 37: "partial_rotary", 39: "rope_type default"}
+    | {43: "hidden_size_per_layer_input: expected 0", 50: "moe", 51: "moe", 52: "use_bidir"},
     "deepseek_v3": {2: "q_lora_rank", 5: "n_group", 9: "topk_method", 12: "scoring_func", 15: "moe_layer_freq"}
     | {i: "mlp_layer_types" for i in range(19, 25)}
     | {27: "rope_mscale_all_dim", 29: "rope_factor", 30: "rope_type linear"},
@@ -481,6 +488,36 @@ OLMO = dataclasses.replace(
     rope_local_base_freq=100.0,
     rope_scaling=RopeScaling("yarn", factor=8.0, original_max_position_embeddings=8),
 )
+GEMMA4 = dataclasses.replace(
+    CONFIG,
+    num_hidden_layers=5,
+    num_key_value_heads=4,
+    layer_types="sliding_attention,global_attention",
+    sliding_window=5,
+    global_head_dim=12,
+    num_global_key_value_heads=2,
+    attention_k_eq_v=True,
+    rope_scaling=RopeScaling("proportional", partial_rotary_factor=0.5),
+    rope_local_base_freq=100.0,
+    sandwich_norms=True,
+    qk_norm=True,
+    v_norm_weightless=True,
+    layer_scalar=True,
+    scale_embedding=True,
+    query_pre_attn_scalar=1.0,
+    final_logit_softcapping=1.0,
+    hidden_act="gelu_pytorch_tanh",
+    tie_word_embeddings=True,
+)
+GEMMA4_EXPERTS = dataclasses.replace(
+    GEMMA4,
+    experts_beside_mlp=True,
+    num_experts=4,
+    num_experts_per_tok=2,
+    moe_intermediate_size=24,
+    norm_topk_prob=True,
+)
+STAGES_OF_GEMMA4 = dataclasses.replace(GEMMA4, num_hidden_layers=4)
 MUSE = dataclasses.replace(
     CONFIG,
     num_hidden_layers=5,
@@ -561,14 +598,22 @@ NEMOTRON = dataclasses.replace(
             (NEMOTRON, 8, {"zero_level": 3, "cp_size": 2, "tp_size": 2, **ALL}),
             (NEMOTRON, 1, {"sequence_chunks": 2}),
             (NEMOTRON, 4, {"zero_level": 3, "ep_size": 2, "tp_size": 2}),
+            (GEMMA4, 8, {"zero_level": 3, "cp_size": 2, "tp_size": 2, "shard_outer": True, **ALL}),
+            (GEMMA4, 4, {"cp_size": 2, "tp_size": 2, "cp_method": "ring"}),
+            (GEMMA4, 1, {"sequence_chunks": 2}),
+            (GEMMA4, 4, {"sequence_chunks": 2, "cp_size": 2, "tp_size": 2}),
+            (GEMMA4, 4, {"zero_level": 2, "replicate": 2, "resident_layers": 3, "offload_weights": True}),
+            (GEMMA4_EXPERTS, 4, {"zero_level": 3, "tp_size": 2, **ALL}),
+            (GEMMA4_EXPERTS, 2, {"zero_level": 3, "ep_size": 2}),
+            (STAGES_OF_GEMMA4, 4, {"pp_size": 2, "zero_level": 1, "tp_size": 2}),
         ]
     ),
 )
 def test_gradients_equal_reverse_mode(config, devices, placed):
     """Whatever the placement: the heads divided over tp, the latents gathered over cp or carried between chunks."""
-    chunks = placed.get("sequence_chunks", 1)
-    placed = {name: value for name, value in placed.items() if name != "sequence_chunks"}
-    model = decoder_model.build(config, Compute(sequence_chunks=chunks))
+    how = {name: placed[name] for name in ("sequence_chunks", "cp_method") if name in placed}
+    placed = {name: value for name, value in placed.items() if name not in how}
+    model = decoder_model.build(config, Compute(**how))
     small = Small(devices, model=model, microbatches_per_fetch=3, **placed)
     with vectors_drawn():
         params = model.init(0)
@@ -606,7 +651,7 @@ def test_trains_alike_under_every_placement(tmp_path, config):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("case", ("glm", "v2_lite", "olmo3", "muse", "granite4", "nemotron"))
+@pytest.mark.parametrize("case", ("glm", "v2_lite", "olmo3", "muse", "granite4", "nemotron", "gemma4"))
 def test_documents_in_a_row_are_computed_as_alone(in_float64, case):  # noqa: F811
     """Also a document of one token."""
     layers = ByLayer(model_of(case))

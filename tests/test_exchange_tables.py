@@ -9,6 +9,7 @@ import re
 from typing import Any
 
 import pytest
+from test_config_keys import LEAST
 
 from surojax import ConfigError, default_config
 from surojax.assembly.from_config import model as model_of
@@ -329,12 +330,16 @@ def test_metadata_of_gguf_files():
 # The fields of `model` that are the same in all models of a family, as its code in transformers has them.
 GEMMA = {"norm_plus_one": True, "sandwich_norms": True, "scale_embedding": True, "hidden_act": "gelu_pytorch_tanh"}
 QWEN3_5 = {"qk_norm": True, "norm_plus_one": True, "attn_output_gate": True}
+GEMMA4 = GEMMA | {"norm_plus_one": False, "qk_norm": True, "v_norm_weightless": True, "layer_scalar": True}
+GEMMA4 |= {"query_pre_attn_scalar": 1.0}
 OLMO = {"input_norms": False, "sandwich_norms": True, "qk_norm_whole": True}
 OF_FAMILIES: dict[str, dict[str, Any]] = {
     "deepseek_v2": {"layer_types": "latent_attention"},
     "deepseek_v3": {"layer_types": "latent_attention", "scoring_func": "sigmoid"},
     "gemma2": GEMMA,
     "gemma3_text": GEMMA | {"qk_norm": True},
+    "gemma4_text": GEMMA4,
+    "gemma4_unified_text": GEMMA4,
     "glm4_moe": {"scoring_func": "sigmoid"},
     "glm4_moe_lite": {"layer_types": "latent_attention", "scoring_func": "sigmoid"},
     "gpt_oss": {
@@ -386,7 +391,16 @@ def test_layers_with_a_window_of_no_size(family, used):
     """The message names what leaves it out: a switch of some families' configs, or no number."""
     types = ["sliding_attention", "full_attention"]
     config = {"model_type": family, "num_hidden_layers": 2, "layer_types": types, "sliding_window": None}
-    if family in ("gemma2", "gemma3_text", "gpt_oss", "olmo3", "muse_glimmer_text"):
+    config |= LEAST.get(family, {})
+    if family in (
+        "gemma2",
+        "gemma3_text",
+        "gpt_oss",
+        "olmo3",
+        "muse_glimmer_text",
+        "gemma4_text",
+        "gemma4_unified_text",
+    ):
         got = "None; leave it out, or say full_attention of every layer"
     elif family in ("qwen2", "qwen3", "qwen3_moe", "smollm3") and not used:
         got = "use_sliding_window false; fetch it again"

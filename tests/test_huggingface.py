@@ -16,6 +16,7 @@ import pytest
 import safetensors.numpy
 import tokenizers
 from small import needs, quick_at
+from test_config_keys import LEAST
 from test_parity import CASES as ALL_CASES, REFERENCE, load_config, load_tree
 
 from surojax import ConfigError, default_config, train
@@ -30,7 +31,7 @@ from surojax.models.decoder_config import DecoderConfig
 from surojax.placement.mesh import make_mesh
 
 DEFAULTS = json.loads(str(REFERENCE["defaults.json"]))
-for name in ("experts", "glm", "lfm2", "qwen3_5", "qwen3_5_experts", "deepseek", "olmo"):
+for name in ("experts", "glm", "lfm2", "qwen3_5", "qwen3_5_experts", "deepseek", "olmo", "gemma4"):
     with np.load(Path(__file__).parent / "fixtures" / f"{name}_reference.npz") as arrays:
         DEFAULTS |= json.loads(str(arrays["defaults.json"]))
 # transformers ignores partial_rotary's factor for our families; models with an image encoder are in test_parts.py.
@@ -104,8 +105,8 @@ def before_5(found: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_keys_that_are_left_out_have_the_values_of_transformers(family):
     """Its config class without arguments, as the fixture has it."""
-    of_class = model_fields(DEFAULTS[family])
-    found = model_fields({"model_type": family})
+    of_class = model_fields(DEFAULTS[family] | LEAST.get(family, {}))
+    found = model_fields({"model_type": family} | LEAST.get(family, {}))
     for fields in (found, of_class):
         fields["head_dim"] = fields.get("head_dim") or fields["hidden_size"] // fields["num_attention_heads"]
     assert found == of_class
@@ -130,7 +131,7 @@ GEMMA3 = {"model_type": "gemma3_text", "hidden_act": "absent"}
         ({"model_type": "gpt2"}, r"expected model_type llama, mistral, .*, gemma3_text, .*mixtral.*, got 'gpt2'"),
         (
             {"model_type": "llava", "text_config": {}},
-            r"model_type gemma3, mistral3, qwen3_5, qwen3_5_moe, muse_glimmer with a text_config, got 'llava'",
+            r"model_type gemma3, mistral3, qwen3_5, qwen3_5_moe, muse_glimmer, gemma4, gemma4_unified with a text_",
         ),
         (GEMMA2 | {"hidden_activation": "silu"}, r"hidden_activation: expected 'gelu_pytorch_tanh'"),
         (GEMMA3 | {"attn_logit_softcapping": 50.0}, r"attn_logit_softcapping: expected None"),
@@ -154,7 +155,10 @@ GEMMA3 = {"model_type": "gemma3_text", "hidden_act": "absent"}
             r"quantization_config: expected none, .*'bitsandbytes' with bnb_4bit_quant_type 'nf4', .*got 'gptq'; fetch",
         ),
         ({"quantization_config": {"quant_method": "fp8"}}, r"with weight_block_size, .*got 'fp8' without it"),
-        ({"rope_parameters": {"rope_type": "ntk"}}, r"rope_type: expected default, linear, llama3, yarn, got 'ntk'"),
+        (
+            {"rope_parameters": {"rope_type": "ntk"}},
+            r"rope_type: expected default, linear, llama3, yarn, proportional, got 'ntk'",
+        ),
         ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, r"got 'dynamic', whose frequencies follow"),
         ({"rope_parameters": {"rope_type": "longrope", "factor": 2.0}}, r"got 'longrope', which has other frequencies"),
         ({"rope_parameters": {"rope_type": "linear"}}, r"rope_type linear: expected \('factor',\), got \[\]"),

@@ -128,9 +128,9 @@ def test_what_is_not_computed_is_refused(tmp_path, changes, message):
 
 
 def test_tensors_of_neither_part_are_refused(tmp_path):
-    folder = whole(tmp_path / "in", "gemma3_images", more={"audio_tower.weight": np.zeros(2, np.float32)})
+    folder = whole(tmp_path / "in", "gemma3_images", more={"tactile_tower.weight": np.zeros(2, np.float32)})
     c = config(folder)
     with pytest.raises(
-        ConfigError, match=r"has audio_tower\.weight, which a model with this config\.json does not use"
+        ConfigError, match=r"has tactile_tower\.weight, which a model with this config\.json does not use"
     ):
         open_weights(c, from_config.model(c))

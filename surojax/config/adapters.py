@@ -54,7 +54,9 @@ def _check_rank(c: Config, targets: Iterable[Target]) -> None:
 
     Of some it may be more, as in PEFT: of gates with a row for each head, beside matrices with thousands.
     """
-    sides = {target.module: min(c.model.hidden_size, target.width) for target in targets}
+    sides: dict[str, int] = {}
+    for target in targets:  # of a module whose size depends on the layer the largest
+        sides[target.module] = max(sides.get(target.module, 0), min(c.model.hidden_size, target.width))
     module = max(sides, key=lambda name: sides[name])
     expected = f"at most {sides[module]}, the smaller side of {module}"
     need(c.lora_rank <= sides[module], "lora_rank", expected, c.lora_rank, "lower it")

@@ -47,6 +47,17 @@ def _check_widths(c: Config) -> None:
         kind = "multiple or a divisor" if width.shared else "multiple"
         expected = f"a {kind} of tp_size={n}" + ("" if width.shared else ", whose GPUs divide it")
         need(width.is_divided(n), width.field, expected, width.parts, "lower tp_size")
+    shared = [width for width in divided if width.shared]
+    fewest = min((width.parts for width in shared), default=n)
+    for width in shared:  # GPUs share heads as in the layers with the fewest, whose number the mesh has
+        change = f"use tp_size={fewest} or less"
+        need(
+            n <= fewest or width.parts == fewest,
+            "tp_size",
+            f"at most {fewest}, the key/value heads of some layers of a model with {width.parts} in others",
+            n,
+            change,
+        )
     multiple = WIDTHS if c.recipe in BLOCK_SCALED else 16  # 16: of float8 products
     for width in divided if c.recipe != "bf16" else ():
         expected = f"a multiple of {multiple} on each GPU with tp_size={n} and recipe={c.recipe!r}"

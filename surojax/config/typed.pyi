@@ -52,6 +52,8 @@ class ModelFields(Section):
     r"""groups of the experts, of which a token chooses in the best topk_group."""
     topk_group: int
     r"""see n_group."""
+    experts_beside_mlp: bool
+    r"""layers with experts have an MLP of intermediate_size beside them, and norms of both (Gemma 4 26B-A4B)."""
     expert_bias: bool
     r"""biases on the router's logits and on the experts' products (gpt-oss)."""
     num_hidden_layers: int
@@ -95,6 +97,12 @@ class ModelFields(Section):
     r"""key/value heads; fewer than query heads = grouped-query attention."""
     head_dim: int
     r"""channels of a head; 0 = hidden_size / num_attention_heads."""
+    global_head_dim: int
+    r"""mixers "global_attention": channels of a head; 0 = head_dim."""
+    num_global_key_value_heads: int
+    r"""their key/value heads; 0 = num_key_value_heads."""
+    attention_k_eq_v: bool
+    r"""their values are the products that their keys are made of, before norm and rotary embedding."""
     q_lora_rank: int
     r"""mixers "latent_attention": rank of the queries; 0 = their matrix is one."""
     kv_lora_rank: int
@@ -111,10 +119,11 @@ class ModelFields(Section):
     r"""added to the mean square in RMSNorm."""
     rope_theta: float
     r"""base of the rotary frequencies."""
-    rope_scaling: Literal["none", "linear", "llama3", "yarn"]
-    r""""none", "linear" (position interpolation), "llama3" or "yarn"."""
+    rope_scaling: Literal["none", "linear", "llama3", "yarn", "proportional"]
+    r""""none", "linear" (position interpolation), "llama3", "yarn" or "proportional" (the slowest pairs do not
+    rotate)."""
     rope_factor: float
-    r"""how much longer the context becomes, for linear, llama3 and yarn."""
+    r"""how much longer the context becomes, for linear, llama3, yarn and proportional."""
     rope_low_freq_factor: float
     r"""llama3: wavelengths above original length / this are stretched."""
     rope_high_freq_factor: float
@@ -158,6 +167,8 @@ class ModelFields(Section):
     r"""RMSNorm on queries and keys, of the channels of all heads together (OLMoE)."""
     qk_norm_weightless: bool
     r"""RMSNorm without weights on each head's queries and keys (Muse-Glimmer)."""
+    v_norm_weightless: bool
+    r"""RMSNorm without weights on each head's values (Gemma 4)."""
     input_norms: bool
     r"""RMSNorm on the inputs of attention and MLP; False: on their outputs alone (OLMo 2, 3)."""
     norm_plus_one: bool
@@ -173,6 +184,8 @@ class ModelFields(Section):
     gate."""
     embedding_norm: bool
     r"""RMSNorm without weights on the embedding (Muse-Glimmer)."""
+    layer_scalar: bool
+    r"""each layer's output is multiplied by a number of its own, which is not trained (Gemma 4)."""
     scale_embedding: bool
     r"""the embedding is multiplied by sqrt(hidden_size) (Gemma)."""
     embedding_multiplier: float
@@ -547,6 +560,7 @@ class Sizes(TypedDict, total=False):
     first_k_dense_replace: int
     n_group: int
     topk_group: int
+    experts_beside_mlp: bool
     expert_bias: bool
     num_hidden_layers: int
     layer_types: str
@@ -568,6 +582,9 @@ class Sizes(TypedDict, total=False):
     num_attention_heads: int
     num_key_value_heads: int
     head_dim: int
+    global_head_dim: int
+    num_global_key_value_heads: int
+    attention_k_eq_v: bool
     q_lora_rank: int
     kv_lora_rank: int
     qk_nope_head_dim: int
@@ -576,7 +593,7 @@ class Sizes(TypedDict, total=False):
     rope_interleave: bool
     rms_norm_eps: float
     rope_theta: float
-    rope_scaling: Literal["none", "linear", "llama3", "yarn"]
+    rope_scaling: Literal["none", "linear", "llama3", "yarn", "proportional"]
     rope_factor: float
     rope_low_freq_factor: float
     rope_high_freq_factor: float
@@ -599,6 +616,7 @@ class Sizes(TypedDict, total=False):
     qk_norm: bool
     qk_norm_whole: bool
     qk_norm_weightless: bool
+    v_norm_weightless: bool
     input_norms: bool
     norm_plus_one: bool
     plain_final_norm: bool
@@ -606,6 +624,7 @@ class Sizes(TypedDict, total=False):
     post_norm_eps: float
     hidden_act: Literal["silu", "gelu_pytorch_tanh", "clamped_swiglu", "relu2"]
     embedding_norm: bool
+    layer_scalar: bool
     scale_embedding: bool
     embedding_multiplier: float
     residual_multiplier: float

@@ -24,6 +24,7 @@ COPIED = (
 GATE = "mlp.shared_expert_gate"  # experts of every family have a name for it
 WHOLE = (
     "mlp.router",
+    "mlp.experts.router",
     GATE,
     "delta.wb",
     "delta.wa",
@@ -117,7 +118,8 @@ def normal(fields: dict[str, Any]) -> dict[str, Any]:
     complete = default_config().model.to_dict() | fields
     h = channels(complete)
     filled = {"head_dim": h, "query_pre_attn_scalar": complete["query_pre_attn_scalar"] or h}
-    if complete["num_experts"] and not complete["first_k_dense_replace"]:  # all layers have them: there is one width
+    beside = complete["first_k_dense_replace"] or complete["experts_beside_mlp"]
+    if complete["num_experts"] and not beside:  # all layers have them: there is one width
         width = complete["moe_intermediate_size"] or complete["intermediate_size"]
         filled |= {"intermediate_size": width, "moe_intermediate_size": width}
     return complete | filled

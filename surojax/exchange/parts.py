@@ -11,17 +11,19 @@ from surojax.errors import ConfigError
 from surojax.families.neutral import OFF, UNREAD, is_empty
 from surojax.families.registry import IMAGE_TEXT_FAMILIES
 
-# Keys beside text_config that say how images become embeddings, or nothing that is computed.
+# Keys beside text_config that say how images and sounds become embeddings, or nothing that is computed.
 OF_IMAGES = frozenset(
     "vision_config mm_tokens_per_image boi_token_index eoi_token_index image_token_index image_token_id "
     "projector_hidden_act vision_feature_layer multimodal_projector_bias spatial_merge_size video_token_id "
-    "vision_start_token_id vision_end_token_id language_model_only out_hidden_size projector_hidden_size".split()
+    "vision_start_token_id vision_end_token_id language_model_only out_hidden_size projector_hidden_size "
+    "audio_config audio_token_id boi_token_id eoi_token_id boa_token_id eoa_token_index".split()
 )
 OF_THE_FILE = frozenset(("initializer_range", "tie_word_embeddings"))
 # Keys beside text_config that count for the language model, if they are not null.
 OF_BOTH = ("quantization_config", "dtype", "torch_dtype", "bos_token_id", "eos_token_id", "pad_token_id")
 TEXT = {"language_model.model.": "model.", "language_model.lm_head.": "lm_head.", "model.language_model.": "model."}
 IMAGES = ("vision_tower.", "vision_adapter.", "vision_projection.", "multi_modal_projector.", "visual.")
+IMAGES += ("vision_embedder.", "embed_vision.", "audio_tower.", "embed_audio.")
 IMAGES += tuple(f"model.{name}" for name in IMAGES)
 
 
@@ -85,7 +87,7 @@ def first_words(name: str) -> list[str]:
 
 
 def is_of_images(name: str) -> bool:
-    """True if an image-text model's tensor is in its image encoder, or between image encoder and language model."""
+    """True if an image-text model's tensor is in an encoder of images or sounds, or between one and the text model."""
     return name.startswith(IMAGES)
 
 

@@ -20,7 +20,7 @@ PEFT's own adapters say neither: they are known by their shapes alone.
 import dataclasses
 import functools
 import hashlib
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -59,7 +59,8 @@ class AdapterArrays(NamedTuple):
     """An adapter's settings and arrays.
 
     matrices: {a target of `Lora`: {"a": [L, rank, in], "b": [L, out, rank], with DoRA "magnitude": [L, out]}}, of all
-    layers that have the matrix; those of experts have a second axis, of the experts. saved: {our name of an outer
+    layers that have the matrix; those of experts have a second axis, of the experts. Of layers whose matrices have
+    several sizes they are `[L]` of objects, see `of_layers`. saved: {our name of an outer
     layer: array}. base: `fingerprint` of the model that it was trained on; "": not known. base_format: `STORED`, or a
     name in `BASE_FORMATS`.
     """
@@ -69,6 +70,16 @@ class AdapterArrays(NamedTuple):
     saved: dict[str, np.ndarray]
     base: str = ""
     base_format: str = STORED
+
+
+def of_layers(arrays: Sequence[np.ndarray]) -> np.ndarray:
+    """Stacks the arrays of layers; those of several shapes as an array `[L]` of objects."""
+    if len({x.shape for x in arrays}) == 1:
+        return np.stack(arrays)
+    stacked = np.empty(len(arrays), object)
+    for l, x in enumerate(arrays):
+        stacked[l] = x
+    return stacked
 
 
 def tensor_shapes(lora: Lora, model: Model) -> dict[str, tuple[int, ...]]:
@@ -170,7 +181,7 @@ def read_adapter(folder: str | Path, model: Model, naming: Naming = OF_MOST_FAMI
             return array
 
         def stack(target: str, suffix: str) -> np.ndarray:
-            return np.stack([tensor(PREFIX + module + suffix) for module in modules(model)[target]])
+            return of_layers([tensor(PREFIX + module + suffix) for module in modules(model)[target]])
 
         matrices = {target: {name: stack(target, SUFFIXES[name]) for name in factors} for target in lora.targets}
         saved = {name: tensor(PREFIX + TENSOR_NAMES[name]) for name in lora.saved}
@@ -210,7 +221,8 @@ def digest(adapter: AdapterArrays) -> str:
     sha256 = hashlib.sha256(f"{adapter.lora.scale!r} {adapter.base_format}\n".encode())
     arrays = {f"{target}.{factor}": x for target, stacks in adapter.matrices.items() for factor, x in stacks.items()}
     for name, array in sorted((arrays | adapter.saved).items()):
-        sha256.update(f"{name} {[*array.shape]}\n".encode() + array.astype("<f4").tobytes())
+        for part in array if array.dtype == object else [array]:
+            sha256.update(f"{name} {[*part.shape]}\n".encode() + part.astype("<f4").tobytes())
     return sha256.hexdigest()
 
 
@@ -251,7 +263,7 @@ def of_state(model: Model, lora: Lora, master: dict) -> tuple[dict, dict]:
                     stack = np.asarray(_at(master[segment.name], name))
                     factors.setdefault(factor, []).append(stack[: segment.num_layers])  # without padding
     matrices = {
-        matrix: {factor: np.concatenate(stacks) for factor, stacks in factors.items()}
+        matrix: {factor: of_layers([x for stack in stacks for x in stack]) for factor, stacks in factors.items()}
         for matrix, factors in parts.items()
     }
     return matrices, {name: np.asarray(master[OUTER][name]) for name in lora.saved}

@@ -43,9 +43,12 @@ def _read_window(given: dict[str, Any], patterns: str, is_computed: Callable[[in
     return window_keys.window_fields(given, window, types)
 
 
-def _check_caps(given: dict[str, Any]) -> None:
+CAPS = ("attn_logit_softcapping", "final_logit_softcapping")
+
+
+def check_caps(given: dict[str, Any], *keys: str) -> None:
     """Raises ConfigError for a softcap of 0, by which transformers divides."""
-    for key in ("attn_logit_softcapping", "final_logit_softcapping"):
+    for key in keys:
         if given[key] == 0:
             raise ConfigError(
                 f"model_path: config.json: {key}: expected more than 0, or null for none, got {given[key]!r}, by "
@@ -71,7 +74,7 @@ def _write(fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def _read_gemma2(given: dict[str, Any]) -> dict[str, Any]:
-    _check_caps(given)
+    check_caps(given, *CAPS)
     window = _read_window(given, "2", lambda n: n == 2)  # transformers has 2, whatever config.json says
     return window | rope_keys.read_rope(given)
 
@@ -115,7 +118,7 @@ LOCAL_BASE = "rope_local_base_freq"  # in transformers 4 the base of layers with
 
 
 def _read_gemma3(given: dict[str, Any]) -> dict[str, Any]:
-    _check_caps(given)
+    check_caps(given, *CAPS)
     window_fields = _read_window(given, "1 or more", lambda n: True)
     base, rope = rope_keys.by_layer_type(given, given[LOCAL_BASE])
     local = {LOCAL_BASE: float(base) if window_fields["sliding_window"] else 0.0}

@@ -14,6 +14,7 @@ OF_FILES = frozenset(
     "bos_token_id eos_token_id pad_token_id sep_token_id decoder_start_token_id quantization_config "
     "output_attentions _output_attentions output_hidden_states return_dict chunk_size_feed_forward pretraining_tp "
     "torchscript use_bfloat16 xla_device tf_legacy_loss gradient_checkpointing is_decoder tie_last_hidden_states "
+    "allow_global_per_layer_attribute_access "
     "attn_implementation _attn_implementation _attn_implementation_internal _attn_implementation_autoset "
     "_flash_attn_2_enabled experts_implementation _experts_implementation _experts_implementation_internal".split()
 )

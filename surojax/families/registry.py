@@ -5,6 +5,7 @@ from collections.abc import Mapping, Set
 from surojax.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE_LITE
 from surojax.families.family import LAYER, ImageTextFamily, ModelFamily
 from surojax.families.gemma import GEMMA2, GEMMA3, GEMMA3_IMAGES
+from surojax.families.gemma4 import GEMMA4, GEMMA4_IMAGES, GEMMA4_UNIFIED, GEMMA4_UNIFIED_IMAGES
 from surojax.families.glm import GLM4_MOE
 from surojax.families.gpt_oss import GPT_OSS
 from surojax.families.granite import GRANITE_MOE
@@ -52,11 +53,21 @@ FAMILIES: dict[str, ModelFamily] = {
         MUSE_GLIMMER,
         GRANITE_HYBRID,
         NEMOTRON_H,
+        GEMMA4,
+        GEMMA4_UNIFIED,
     )
 }
 IMAGE_TEXT_FAMILIES: dict[str, ImageTextFamily] = {
     family.model_type: family
-    for family in (GEMMA3_IMAGES, MISTRAL3, QWEN3_5_IMAGES, QWEN3_5_MOE_IMAGES, MUSE_GLIMMER_IMAGES)
+    for family in (
+        GEMMA3_IMAGES,
+        MISTRAL3,
+        QWEN3_5_IMAGES,
+        QWEN3_5_MOE_IMAGES,
+        MUSE_GLIMMER_IMAGES,
+        GEMMA4_IMAGES,
+        GEMMA4_UNIFIED_IMAGES,
+    )
 }
 # Values of model_type that are another family's, whose class in transformers computes the model.
 ALIASES = {"kimi_k2": DEEPSEEK_V3.model_type}

@@ -96,7 +96,7 @@ def chosen_here(
     # cuDNN is asked by `jax.nn` for what it supports; the kernel knows the GPUs that it is compiled for.
     hopper = on_hopper()
     ours = packed or softcap or sinks or piece or not fits_cudnn(dtype, head_dim, value_dim, hopper=hopper)
-    gpu = dispatch.choose("attention", None) == "mosaic" if ours else jax.default_backend() == "gpu"
+    gpu = dispatch.choose("attention", None) == "mosaic" if ours else dispatch.target().platform == "gpu"
     kind: Any = {"packed": packed, "softcap": softcap, "sinks": sinks, "window": window, "piece": piece}
     return chosen_implementation(implementation, dtype, head_dim, value_dim, gpu=gpu, hopper=hopper, **kind)
 

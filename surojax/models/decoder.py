@@ -11,15 +11,29 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 
-from surojax.models.decoder_config import ATTENTION, DELTA, EXPERTS, LATENT, MAMBA, MLP, SCORE, DecoderConfig
+from surojax.models.decoder_config import (
+    ATTENTION,
+    DELTA,
+    EXPERTS,
+    GLOBAL,
+    LATENT,
+    MAMBA,
+    MLP,
+    SCORE,
+    SLIDING,
+    DecoderConfig,
+)
 from surojax.models.kinds.experts import Experts
 from surojax.models.kinds.gated_delta import GatedDelta
 from surojax.models.kinds.gated_mlp import SwiGLU
+from surojax.models.kinds.global_attention import GlobalAttention
 from surojax.models.kinds.joined_mlp import JoinedMlp
 from surojax.models.kinds.latent_attention import LatentAttention
 from surojax.models.kinds.mamba2 import Mamba2
+from surojax.models.kinds.mlp_with_experts import MlpWithExperts
 from surojax.models.kinds.relu_mlp import ReluMlp
 from surojax.models.kinds.self_attention import Attention
 from surojax.models.kinds.short_conv import ShortConv
@@ -30,12 +44,28 @@ from surojax.models.lora import add_adapters
 from surojax.models.model import DEFAULT, ROUTES, Cache, Earlier, Routed, Routing, Variant
 from surojax.models.operations import RELU2, Operations, normalised, softcapped
 from surojax.models.recompute import recomputed
+from surojax.numerics.rounding import materialised
 from surojax.placement.param import VOCABULARY, Kind
 
 
 def times(factor: float, x: jax.Array) -> jax.Array:
     """Returns factor x; x itself if the factor is 1."""
     return x if factor == 1 else factor * x
+
+
+@jax.custom_vjp
+def times_layer_scalar(x_BSD: jax.Array, factor_1: jax.Array) -> jax.Array:
+    """Returns x times a number `[1]` that is not trained: its gradient is 0.
+
+    The result and x's gradient are written to memory, so that no kernel contracts them into a sum that follows.
+    """
+    return materialised(x_BSD * factor_1[None, None])
+
+
+times_layer_scalar.defvjp(
+    lambda x_BSD, factor_1: (times_layer_scalar(x_BSD, factor_1), factor_1),
+    lambda factor_1, dx_BSD: (materialised(dx_BSD * factor_1[None, None]), jnp.zeros_like(factor_1)),
+)
 
 
 # By their names in layer_types.
@@ -45,13 +75,16 @@ MIXERS: dict[str, type[Mixer]] = {
     DELTA: GatedDelta,
     LATENT: LatentAttention,
     MAMBA: Mamba2,
+    SLIDING: Attention,
+    GLOBAL: GlobalAttention,
 }
 
 
 def sublayer_types(config: DecoderConfig) -> tuple[type[Mixer], type[Mlp]]:
     """The classes of a layer's mixer and MLP. config: of layers that are alike, see `DecoderConfig.segments`."""
     gated = JoinedMlp if config.mlp_joined else SwiGLU
-    mlp = Experts if config.num_experts else ReluMlp if config.hidden_act == RELU2 else gated
+    experts = MlpWithExperts if config.experts_beside_mlp else Experts
+    mlp = experts if config.num_experts else ReluMlp if config.hidden_act == RELU2 else gated
     if config.layer_types in (MLP, EXPERTS):
         return NoMixer, mlp
     return MIXERS[config.layer_types or ATTENTION], NoMlp if config.one_purpose else mlp
@@ -72,7 +105,8 @@ class Block(nnx.Module):
 
     Training, sampling and the plain `Decoder` share this definition. With sandwich norms it is
     x + norm(mixer(norm(x))), then x + norm(mlp(norm(x))); without input norms the inner ones are left out. Layers of
-    one purpose have the mixer or the MLP alone, and the first norm.
+    one purpose have the mixer or the MLP alone, and the first norm. With `layer_scalar` the result is multiplied by
+    that number, which has no gradient.
 
     A subclass computes something else: `__call__` has to use `ops`, `cache` and `routing` as here, `__init__` may add
     parameters (`layers.parameter`), and `handed_on` returns what a chunk hands on, if `sequence_chunks` divides the
@@ -98,6 +132,9 @@ class Block(nnx.Module):
         if config.sandwich_norms:
             self.attention_out_norm = norm()
             self.mlp_out_norm = norm()
+        if config.layer_scalar:
+            ones = nnx.initializers.ones
+            self.layer_scalar = parameter(rngs, (1,), ("scalar",), ones, Kind.VECTOR, learning_rate_factor=0.0)
         add_adapters(self, config.lora, rngs=rngs)
 
     @property
@@ -163,14 +200,25 @@ class Block(nnx.Module):
             return (x_BSD + y_BSD, result, None) if self.mixer_name else (x_BSD + y_BSD, cache, result)
         if again.norm:
             attended_BSD, cache = recomputed(lambda x: attention(x, lambda x: attention_norm(x)[0]), again.att)(x_BSD)
-            x_BSD = x_BSD + attended_BSD
-            y_BSD, routed = recomputed(lambda x: mlp(x, lambda x: mlp_norm(x)[0]), again.ffn)(x_BSD)
-            return x_BSD + y_BSD, cache, routed
+            return self._with_mlp(x_BSD + attended_BSD, mlp, mlp_norm, again.ffn, cache)
         y_BSD, x_BSD = attention_norm(x_BSD)
         attended_BSD, cache = recomputed(attention, again.att)(y_BSD)
+        if self.mlp.reads_residual:
+            return self._with_mlp(x_BSD + attended_BSD, mlp, mlp_norm, again.ffn, cache)
         y_BSD, x_BSD = mlp_norm(x_BSD, attended_BSD)
         y_BSD, routed = recomputed(mlp, again.ffn)(y_BSD)
-        return x_BSD + y_BSD, cache, routed
+        return self._scaled(x_BSD + y_BSD), cache, routed
+
+    def _with_mlp(self, x_BSD: jax.Array, mlp: Callable, mlp_norm: Callable, again: bool, cache: Any) -> tuple:
+        """Adds the MLP of the residual stream x, which is normed in it, and returns the block's results."""
+        y_BSD, routed = recomputed(lambda x: mlp(x, lambda x: mlp_norm(x)[0]), again)(x_BSD)
+        return self._scaled(x_BSD + y_BSD), cache, routed
+
+    def _scaled(self, x_BSD: jax.Array) -> jax.Array:
+        """Multiplies by `layer_scalar`, if there is one."""
+        if not self.config.layer_scalar:
+            return x_BSD
+        return times_layer_scalar(x_BSD, self.layer_scalar[...].astype(x_BSD.dtype))
 
 
 class Outer(nnx.Module):

@@ -10,16 +10,17 @@ from surojax.errors import need
 from surojax.models import decoder_config
 from surojax.models.attention import fits_cudnn, fits_mosaic
 from surojax.models.decoder import MIXERS
-from surojax.models.decoder_config import ATTENTION, DELTA, LATENT, MAMBA, MLP, channels
+from surojax.models.decoder_config import ATTENTION, DELTA, GLOBAL, LATENT, MAMBA, MLP, SLIDING, channels
 from surojax.models.kinds.experts import SIGMOID
 from surojax.models.operations import RELU2
-from surojax.models.rotary import ROPE_USES
+from surojax.models.rotary import PROPORTIONAL, ROPE_USES
 from surojax.refusals.features import (
     BY_LAYER,
     EXPERTS,
     FP8,
     cudnn,
     no_experts,
+    no_window,
     persistent,
     stages,
     tokens_sent,
@@ -43,39 +44,48 @@ def check_decoder(c) -> None:
     """Checks `model` fields against each other. Raises ConfigError for the first that is wrong."""
     m = c.model
     heads = m.num_attention_heads
-    kv = m.num_key_value_heads
-    near = math.gcd(heads, kv)
-    need(heads % kv == 0, "model.num_key_value_heads", f"a divisor of num_attention_heads={heads}", kv, f"use {near}")
+    for name in ("num_key_value_heads", "num_global_key_value_heads"):
+        near = math.gcd(heads, m[name])
+        need(
+            m[name] == 0 or heads % m[name] == 0,
+            f"model.{name}",
+            f"a divisor of num_attention_heads={heads}",
+            m[name],
+            f"use {near}",
+        )
     _check_mixers(c)
     mixers = mixers_of(m)
     if LATENT in mixers:
         _check_latent(c)
-    if ATTENTION in mixers or LATENT not in mixers:
-        _check_heads(c)
+    if LATENT not in mixers or mixers & {ATTENTION, SLIDING}:
+        _check_heads(c, "model.head_dim", channels(m))
+    if GLOBAL in mixers:
+        _check_heads(
+            c, "model.global_head_dim" if m.global_head_dim else "model.head_dim", m.global_head_dim or channels(m)
+        )
     _check_layers(c)
     _check_experts(c)
     _check_scaling(c)
 
 
-def _check_heads(c) -> None:
-    """Checks the channels of a head, and those of them that rotate."""
+def _check_heads(c, field: str, h: int) -> None:
+    """Checks the h channels of a head, which this field says, and those of them that rotate."""
     m = c.model
     heads = m.num_attention_heads
     if not m.head_dim:
         expected = f"a multiple of num_attention_heads={heads}"
         need(m.hidden_size % heads == 0, "model.hidden_size", expected, m.hidden_size, "or set model.head_dim")
-    h = channels(m)
-    need(h % 2 == 0, "model.head_dim", "an even number, since channels rotate in pairs", h, f"use {h + 1}")
+    need(h % 2 == 0, field, "an even number, since channels rotate in pairs", h, f"use {h + 1}")
     if c.attention == "cudnn":
         change = "set attention='xla', or change it"
-        need(h % 8 == 0 and h <= 256, "model.head_dim", "a multiple of 8 up to 256 with cudnn", h, change)
+        need(h % 8 == 0 and h <= 256, field, "a multiple of 8 up to 256 with cudnn", h, change)
     if c.attention == "mosaic":
         expected = f"{HEADS} with attention='mosaic'"
         change = "use attention='auto'"
-        need(fits_mosaic(c.model_dtype, h), "model.head_dim", expected, f"{c.model_dtype} of {h}", change)
+        need(fits_mosaic(c.model_dtype, h), field, expected, f"{c.model_dtype} of {h}", change)
     name = "model.rope_partial_rotary_factor"
     fraction = m.rope_partial_rotary_factor
-    turned = int(h * fraction)
+    turned = 2 if m.rope_scaling == PROPORTIONAL else int(h * fraction)  # whose pairs may be none
     expected = f"a fraction up to 1 that leaves an even number of the {h} channels of a head"
     change = "channels rotate in pairs; 1 = all of them"
     need(fraction <= 1 and turned > 0 and turned % 2 == 0, name, expected, fraction, change)
@@ -171,7 +181,9 @@ def _check_scaling(c) -> None:
     """Checks the fields of the rotary embedding's scaling."""
     m = c.model
     kind = m.rope_scaling
-    if kind != "none":
+    if kind == PROPORTIONAL:
+        need(m.rope_factor > 0, "model.rope_factor", f"more than 0 with rope_scaling={kind!r}", m.rope_factor, "use 1")
+    elif kind != "none":
         change = "it is the new context length divided by the old one"
         need(m.rope_factor > 1, "model.rope_factor", f"more than 1 with rope_scaling={kind!r}", m.rope_factor, change)
     low = m.rope_low_freq_factor
@@ -208,6 +220,18 @@ def _unused_of_rope(name: str) -> Refusal:
     return Refusal(feature, other, "which does not use it", "leave it out, or set model.rope_scaling")
 
 
+def _without_mixer(mixer: str) -> Feature:
+    """The feature of models without this mixer."""
+    return Feature(
+        f"model.layer_types without {mixer}",
+        ("model.layer_types",),
+        lambda s, _: mixer not in s["model.layer_types"],
+        clause_of("model.layer_types"),
+        "",
+        {"model.layer_types": ""},
+    )
+
+
 IN_ONE_GROUP = EXPERTS | {"gradient_accumulation_steps": 1}
 experts = is_above("model.num_experts", 0, **{"model.num_experts_per_tok": 1})
 router_losses = (
@@ -227,6 +251,7 @@ OF_EXPERTS = (
     is_set("model.moe_intermediate_size", 64, EXPERTS),
     is_on("model.norm_topk_prob", **EXPERTS),
     is_on("model.expert_bias", **EXPERTS),
+    is_on("model.experts_beside_mlp", **EXPERTS),
     sigmoid,
     is_set("model.routed_scaling_factor", 2.5, EXPERTS),
     shared,
@@ -255,14 +280,7 @@ stages_of_several = Feature(
     "1",
     {"model.layer_types": "conv,full_attention", "model.num_hidden_layers": 4, "pp_size": 2},
 )
-no_delta = Feature(
-    f"model.layer_types without {DELTA}",
-    ("model.layer_types",),
-    lambda s, _: DELTA not in s["model.layer_types"],
-    clause_of("model.layer_types"),
-    "",
-    {"model.layer_types": ""},
-)
+no_delta = _without_mixer(DELTA)
 WITH_DELTA: Any = {"model.layer_types": f"{DELTA},{ATTENTION}", "model.num_hidden_layers": 4}
 OF_DELTA = (
     is_set("model.linear_num_key_heads", 8, WITH_DELTA),
@@ -309,14 +327,7 @@ latent = Feature(
     "''",
     WITH_LATENT,
 )
-no_latent = Feature(
-    f"model.layer_types without {LATENT}",
-    ("model.layer_types",),
-    lambda s, _: LATENT not in s["model.layer_types"],
-    clause_of("model.layer_types"),
-    "",
-    {"model.layer_types": ""},
-)
+no_latent = _without_mixer(LATENT)
 all_latent = dataclasses.replace(
     latent,
     name=f"model.layer_types with {LATENT} and without {ATTENTION}",
@@ -341,6 +352,34 @@ OF_LATENT = (
     scores_of_yarn := is_set("model.rope_mscale_all_dim", 1.0, WITH_LATENT | YARN),
 )
 WINDOW: Any = {"model.sliding_window": 64}
+SLIDES: Any = {"model.layer_types": f"{SLIDING},{GLOBAL}", "model.num_hidden_layers": 4} | WINDOW
+slides = Feature(
+    f"model.layer_types with {SLIDING}",
+    ("model.layer_types",),
+    lambda s, _: SLIDING in s["model.layer_types"],
+    clause_of("model.layer_types"),
+    "''",
+    SLIDES,
+)
+slides_alone = dataclasses.replace(
+    slides,
+    name=f"model.layer_types with {SLIDING} or {GLOBAL}, and without {ATTENTION}",
+    holds=lambda s, _: (
+        bool(mixers := {*s["model.layer_types"].split(",")})
+        and ATTENTION not in mixers
+        and bool({SLIDING, GLOBAL} & mixers)
+    ),
+)
+OF_GLOBAL = (
+    is_set("model.global_head_dim", 32, SLIDES),
+    is_set("model.num_global_key_value_heads", 2, SLIDES),
+    is_on("model.attention_k_eq_v", **SLIDES),
+)
+# Fields that give every n-th layer with attention something else.
+EVERY_NTH = (
+    is_set("model.sliding_window_pattern", 2, WINDOW),
+    is_set("model.no_rope_layer_interval", 2),
+)
 # Fields that layers with latent attention alone do not read.
 OF_ATTENTION = (
     is_set("model.head_dim", 32),
@@ -358,6 +397,7 @@ OF_ATTENTION = (
     is_on("model.qk_norm"),
     is_on("model.qk_norm_weightless"),
     is_on("model.qk_norm_whole"),
+    is_on("model.v_norm_weightless"),
     is_on("model.norm_plus_one"),
 )
 SANDWICH: Any = {"model.sandwich_norms": True}
@@ -409,6 +449,18 @@ REFUSALS = (
     ),
     Refusal(router_losses[1], sigmoid, "which has no softmax", "leave it out"),
     Refusal(is_set("master_dtype", "bfloat16"), sigmoid, "whose bias of the choice is float32", "set it to 'float32'"),
+    *refuse_each(
+        (
+            shared,
+            gated_shared,
+            sigmoid,
+            is_on("model.expert_bias", **EXPERTS),
+            is_other_than("recipe", "bf16", "mxfp8"),
+        ),
+        is_on("model.experts_beside_mlp", **EXPERTS),
+        "with which it is not built",
+        "leave one of them out",
+    ),
     Refusal(gated_shared, shared, "with which it is not built", "leave one of them out"),
     Refusal(gated_shared, shared_width, "with which it is not built", "leave one of them out"),
     Refusal(shared, shared_width, "which is the width of all of them", "leave one of them out"),
@@ -443,6 +495,14 @@ REFUSALS = (
         "leave it out, or set model.rope_scaling='yarn'",
     ),
     *refuse_each(OF_ATTENTION, all_latent, "which does not use it", "leave it out"),
+    *refuse_each(
+        OF_GLOBAL,
+        _without_mixer(GLOBAL),
+        "which does not use it",
+        f"leave it out, or put {GLOBAL} into model.layer_types",
+    ),
+    *refuse_each(EVERY_NTH, slides_alone, "which says of each layer what it is", "leave it out"),
+    Refusal(slides, no_window, "", "set model.sliding_window"),
     Refusal(
         is_set("cp_method", "ring", {"cp_size": 2}),
         latent_in_context,

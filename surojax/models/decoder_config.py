@@ -10,7 +10,7 @@ from surojax.models.kinds.experts import SCORING
 from surojax.models.lora import Lora
 from surojax.models.model import Variant
 from surojax.models.operations import ACTIVATIONS, RELU2
-from surojax.models.rotary import NO_ROTATION, RopeScaling
+from surojax.models.rotary import NO_ROTATION, PROPORTIONAL, RopeScaling
 from surojax.numerics.recipes import Precision
 
 BLOCKS = "blocks"  # the segment of layers with attention
@@ -23,6 +23,8 @@ MAMBA = "mamba2"  # the mixer of state spaces (Granite-4-H, Nemotron-H)
 LATENT = "latent_attention"  # the mixer of keys and values that are expanded from a latent (DeepSeek)
 ATTENTION = "full_attention"  # the mixer of layers whose segments have no other name
 MLP, EXPERTS = "mlp", "experts"  # layers of one_purpose models without a mixer
+SLIDING = "sliding_attention"  # the mixer of attention within the window, in models with GLOBAL beside it
+GLOBAL = "global_attention"  # the mixer of attention to all positions, with heads of its own number and size
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,6 +68,8 @@ class DecoderConfig:
     n_group: int = declare(1, AT_LEAST_1)
     # see n_group
     topk_group: int = declare(1, AT_LEAST_1)
+    # layers with experts have an MLP of intermediate_size beside them, and norms of both (Gemma 4 26B-A4B)
+    experts_beside_mlp: bool = False
     # biases on the router's logits and on the experts' products (gpt-oss)
     expert_bias: bool = False
     # decoder blocks
@@ -108,6 +112,12 @@ class DecoderConfig:
     num_key_value_heads: int = declare(12, AT_LEAST_1)
     # channels of a head; 0 = hidden_size / num_attention_heads
     head_dim: int = declare(0, AT_LEAST_0)
+    # mixers "global_attention": channels of a head; 0 = head_dim
+    global_head_dim: int = declare(0, AT_LEAST_0)
+    # their key/value heads; 0 = num_key_value_heads
+    num_global_key_value_heads: int = declare(0, AT_LEAST_0)
+    # their values are the products that their keys are made of, before norm and rotary embedding
+    attention_k_eq_v: bool = False
     # mixers "latent_attention": rank of the queries; 0 = their matrix is one
     q_lora_rank: int = declare(0, AT_LEAST_0)
     # numbers of a token that its keys and values follow from
@@ -147,6 +157,8 @@ class DecoderConfig:
     qk_norm_whole: bool = False
     # RMSNorm without weights on each head's queries and keys (Muse-Glimmer)
     qk_norm_weightless: bool = False
+    # RMSNorm without weights on each head's values (Gemma 4)
+    v_norm_weightless: bool = False
     # RMSNorm on the inputs of attention and MLP; False: on their outputs alone (OLMo 2, 3)
     input_norms: bool = True
     # RMSNorm multiplies by 1 + its weights, which start at 0 (Gemma)
@@ -161,6 +173,8 @@ class DecoderConfig:
     hidden_act: str = declare("silu", choices=(*ACTIVATIONS, RELU2))
     # RMSNorm without weights on the embedding (Muse-Glimmer)
     embedding_norm: bool = False
+    # each layer's output is multiplied by a number of its own, which is not trained (Gemma 4)
+    layer_scalar: bool = False
     # the embedding is multiplied by sqrt(hidden_size) (Gemma)
     scale_embedding: bool = False
     # the embedding is multiplied by this (Granite: 12)
@@ -208,6 +222,8 @@ class DecoderConfig:
 
         def variant(l: int, mixer: str) -> Variant:
             enabled = precision.enabled(l, self.num_hidden_layers)
+            if mixer == SLIDING:
+                return Variant(enabled, self.sliding_window, "local" if self.rope_local_base_freq else "global")
             return Variant(enabled, window(l), rotary(l)) if mixer == ATTENTION else Variant(enabled)
 
         return tuple(variant(l, mixer) for l, mixer in enumerate(self.mixers()))
@@ -246,7 +262,8 @@ class DecoderConfig:
 
     def rotary(self, variant: Variant) -> tuple[float, RopeScaling]:
         """Returns (base, `RopeScaling`) of the rotary embedding in a layer of this variant."""
-        fraction = self.rope_scaling.partial_rotary_factor
+        scaled = self.rope_scaling
+        fraction = 1.0 if scaled.kind == PROPORTIONAL else scaled.partial_rotary_factor
         by_type = {
             "global": (self.rope_theta, self.rope_scaling),
             "local": (self.rope_local_base_freq, RopeScaling(partial_rotary_factor=fraction)),

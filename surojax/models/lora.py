@@ -196,6 +196,8 @@ def add_adapters(block: nnx.Module, lora: Lora | None, *, rngs: nnx.Rngs) -> Non
         module: Any = block
         for step in path:
             module = getattr(module, step)
+        if not hasattr(module, name):  # of layers whose mixer has fewer matrices
+            continue
         setattr(module, name + ADAPTER, Adapter(lora, getattr(module, name), rngs=rngs))
 
 

@@ -15,12 +15,14 @@ from surojax.models.recompute import save_inputs_only
 from surojax.numerics.rounding import materialised
 from surojax.parallel import context
 
+PROPORTIONAL = "proportional"
 # The sizes of a RopeScaling that each kind uses.
 ROPE_USES: dict[str, tuple[str, ...]] = {
     "none": (),
     "linear": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
     "yarn": ("factor", "original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow", "truncate"),
+    PROPORTIONAL: ("factor",),
 }
 
 
@@ -32,11 +34,13 @@ class RopeScaling:
     frequencies divided by `factor`; Chen et al. 2023, Position Interpolation), "llama3" (only wavelengths longer than
     the original context are; Llama 3.1 model card and transformers' rope utilities) or "yarn" (those that make fewer
     turns in the original context than `beta_fast`, entirely from `beta_slow` on; Peng et al. 2023, arXiv:2309.00071).
+    With "proportional" (Gemma 4) the channels of a head that do not rotate are the last ones of each half, and the
+    frequencies are those of a whole head that rotates, divided by `factor`.
     """
 
-    # "none", "linear" (position interpolation), "llama3" or "yarn"
+    # "none", "linear" (position interpolation), "llama3", "yarn" or "proportional" (the slowest pairs do not rotate)
     kind: str = declare("none", choices=tuple(ROPE_USES), name="scaling")
-    # how much longer the context becomes, for linear, llama3 and yarn
+    # how much longer the context becomes, for linear, llama3, yarn and proportional
     factor: float = 1.0
     # llama3: wavelengths above original length / this are stretched
     low_freq_factor: float = 1.0
@@ -72,8 +76,12 @@ class RopeScaling:
         return (0.1 * self.mscale_all_dim * math.log(max(self.factor, 1)) + 1) ** 2
 
     def channels(self, head_dim: int) -> int:
-        """Number of a head's channels that rotate."""
-        return int(head_dim * self.partial_rotary_factor)
+        """Number of a head's first channels, whose halves rotate together; PROPORTIONAL turns some of them by 0."""
+        return head_dim if self.kind == PROPORTIONAL else int(head_dim * self.partial_rotary_factor)
+
+    def turned_pairs(self, head_dim: int) -> int:
+        """Number of the pairs of a head's channels that rotate."""
+        return int(self.partial_rotary_factor * head_dim // 2)
 
 
 # Turns nothing: every angle is 0. Layers without rotary embedding save the same residuals as the others with it.
@@ -95,6 +103,9 @@ def rope_frequencies(head_dim: int, theta: float, scaling: RopeScaling) -> jax.A
         first, last = yarn_bounds(head_dim, theta, scaling)
         stretched = jnp.clip((jnp.arange(head_dim // 2, dtype=jnp.float32) - first) / (last - first), 0.0, 1.0)
         return stretched * freq / scaling.factor + (1 - stretched) * freq
+    if scaling.kind == PROPORTIONAL:
+        turns = jnp.arange(head_dim // 2) < scaling.turned_pairs(head_dim)
+        return jnp.where(turns, freq / scaling.factor, 0.0)
     return freq
 
 

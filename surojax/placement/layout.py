@@ -39,6 +39,7 @@ MESH_AXES: dict[str, tuple[str, ...]] = {
     ROUTED: (),
     "rank": (),
     "labels": (),
+    "scalar": (),
 }
 
 

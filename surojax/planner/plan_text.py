@@ -44,7 +44,7 @@ def plan_table(p: Plan) -> str:
         if sum(p.host_transfers.values()) and (slow := cuda_plugin.copies_slowly()):
             lines += [slow, IN_TURN]
     if p.packed:
-        lines.append(documents(p.attention, p.cp_method))
+        lines += [documents(attention, p.cp_method) for attention in p.attention.split(", ")]
     lines += p.experts
     rows = memory_rows(p)
     name, unit = memory_unit(max(rows["total"]))

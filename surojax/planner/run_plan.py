@@ -67,7 +67,7 @@ class Plan(Prediction):
     gpus: int
     gpus_per_node: int  # of these, in one machine
     parameters: int
-    attention: str  # its implementation: "cudnn", "mosaic" or "xla"
+    attention: str  # its implementation: "cudnn", "mosaic" or "xla"; of layers with several, "mosaic, xla"
     packed: bool  # rows hold several documents
     cp_method: str  # how sequences are divided over `cp`
     experts: list[str] = dataclasses.field(default_factory=list)  # lines of expert_lines.py
@@ -179,7 +179,7 @@ def plan(
         gpus=n,
         gpus_per_node=facts.in_a_machine(n),
         parameters=run.model.num_parameters,
-        attention=_attention(c, facts),
+        attention=", ".join(_attention(c, facts)),
         packed=c.sample_packing,
         cp_method=c.cp_method,
         experts=expert_lines.lines(c, run, facts),
@@ -217,8 +217,10 @@ def checked(config: Config, gpu: str) -> Config:
         )
     mesh_shape(config.gpus, **configs.mesh_sizes(config))
     c = changed(config)
-    if not configs.tokens_of_piece(c):  # else the compiled program chooses for each layer, by its window
-        c["attention"] = _attention(c, GPUS[gpu])
+    implementations = _attention(c, GPUS[gpu])
+    # Else the compiled program chooses for each layer, by its window and its heads.
+    if not configs.tokens_of_piece(c) and len(implementations) == 1:
+        (c["attention"],) = implementations
     if c.recipe in BLOCK_SCALED and c.block_scaled_products == "auto":
         c.block_scaled_products = "native"
     c.overlap_update = updates_late(c)
@@ -226,12 +228,12 @@ def checked(config: Config, gpu: str) -> Config:
     return c
 
 
-def _attention(c: Config, gpu: Gpu) -> str:
-    """The implementation of attention on a GPU: of layers with a window, if there are any."""
+def _attention(c: Config, gpu: Gpu) -> list[str]:
+    """The implementations of attention on a GPU: with pairs of pieces of layers with a window, if there are any."""
     how: Any = {"gpu": True, "packed": c.sample_packing, "piece": configs.tokens_of_piece(c)}
     how |= {"window": c.model.sliding_window > 0, "hopper": gpu.compute_capability.startswith("9.")}
     found = (layer.mixer.implementation(c.attention, c.model_dtype, **how) for layer in configs.kinds(c).values())
-    return next(filter(None, found), "")
+    return list(dict.fromkeys(filter(None, found)))
 
 
 def _compiled(

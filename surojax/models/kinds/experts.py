@@ -170,10 +170,24 @@ class Experts(Mlp):
     ) -> tuple[jax.Array, Routed]:
         """Returns (weighted sum of the chosen experts' outputs for x or norm(x), which is recomputed; `Routed`)."""
 
-        def experts(x_BSD):
+        def inputs(x_BSD):
             operand = norm(x_BSD) if norm else x_BSD
+            return operand, whole_input(operand)
+
+        return self.of_inputs(x_BSD, ops, routing, inputs, again=norm is not None)
+
+    def of_inputs(
+        self, x_BSD: jax.Array, ops: Operations, routing: Routing, inputs: Callable, *, again: bool = True
+    ) -> tuple[jax.Array, Routed]:
+        """Computes the experts of inputs(x) = (the experts' input as an operand of products, the router's input).
+
+        again: the backward pass computes it again.
+        """
+
+        def experts(x_BSD):
+            operand, routed_BSD = inputs(x_BSD)
             y_BSD = whole_input(operand)
-            chosen_BSk, weights_BSk, statistics = self.route(y_BSD, routing)
+            chosen_BSk, weights_BSk, statistics = self.route(routed_BSD, routing)
             gathered = [all_gather_sequence(a) for a in (y_BSD, chosen_BSk.astype(jnp.int32), weights_BSk)]
             mixed_BSD = self.mix(*gathered, ops=ops)
             mixed_BSD = reduce_scatter_sequence(mixed_BSD) if is_divided("mlp") else mixed_BSD
@@ -187,7 +201,7 @@ class Experts(Mlp):
                 mixed_BSD = mixed_BSD + times_sigmoid(shared_BSD, gate_BS1)
             return mixed_BSD, Routed(statistics, chosen_BSk)
 
-        return recomputed(experts, norm is not None)(x_BSD)
+        return recomputed(experts, again)(x_BSD)
 
     def route(self, x_BSD: jax.Array, routing: Routing) -> tuple[jax.Array, jax.Array, RouterStatistics]:
         """Returns (chosen experts' numbers `[B, S, k]`, their float32 weights, statistics of the counted tokens)."""

@@ -20,6 +20,7 @@ from surojax.models.linear import Product
 from surojax.models.model import Cache, Earlier
 from surojax.models.operations import Operations
 from surojax.models.recompute import save_inputs_only
+from surojax.models.rotary import gradient_in_one_pass
 
 OUT = Product(3, "attention_output", "d_attention")
 
@@ -31,11 +32,15 @@ def times_sigmoid(x: jax.Array, gate: jax.Array) -> jax.Array:
 
 
 class Attention(Mixer):
-    """Causal self-attention with grouped key/value heads; optional: biases, norms of queries, keys, sinks, a gate."""
+    """Causal self-attention with grouped key/value heads; optional: biases, norms of queries, keys, sinks, a gate.
+
+    fields: of a head's channels and of the number of key/value heads, for messages.
+    """
 
     name = "attention"
     input = "attention_input"
     appends = True
+    fields: ClassVar = ("model.head_dim", "model.num_key_value_heads")
     tensors: ClassVar = {
         "wq": FileNames("self_attn.q_proj.weight", "attn_q.weight"),
         "wk": FileNames("self_attn.k_proj.weight", "attn_k.weight"),
@@ -62,7 +67,8 @@ class Attention(Mixer):
         with_gate = q * (2 if c.attn_output_gate else 1)
         self.wq = parameter(rngs, (with_gate, D), ("heads", "embed"), normal, product=Product(0, self.input, "d_q"))
         self.wk = parameter(rngs, (kv, D), ("kv_heads", "embed"), normal, product=Product(1, self.input, "d_k"))
-        self.wv = parameter(rngs, (kv, D), ("kv_heads", "embed"), normal, product=Product(2, self.input, "d_v"))
+        if not self.values_are_keys:
+            self.wv = parameter(rngs, (kv, D), ("kv_heads", "embed"), normal, product=Product(2, self.input, "d_v"))
         self.wo = parameter(rngs, (D, q), ("embed", "heads"), out, product=OUT)
         if c.attn_gate_proj:
             gate = Product(7, self.input, "d_attention_gate")  # numbers from 4 to 6 are the MLP's
@@ -70,7 +76,8 @@ class Attention(Mixer):
         if c.attention_bias:
             self.bq = vector(rngs, with_gate, "heads", nnx.initializers.zeros)
             self.bk = vector(rngs, kv, "kv_heads", nnx.initializers.zeros)
-            self.bv = vector(rngs, kv, "kv_heads", nnx.initializers.zeros)
+            if not self.values_are_keys:
+                self.bv = vector(rngs, kv, "kv_heads", nnx.initializers.zeros)
         if c.attention_out_bias:
             self.bo = vector(rngs, D, "embed", nnx.initializers.zeros)
         if c.attention_sinks:
@@ -82,6 +89,11 @@ class Attention(Mixer):
             self.q_norm = norm_weight(rngs, c.norm_plus_one, c.head_dim, "channels")
             self.k_norm = norm_weight(rngs, c.norm_plus_one, c.head_dim, "channels")
 
+    @property
+    def values_are_keys(self) -> bool:
+        """True if keys and values are made of one product."""
+        return False
+
     def heads(
         self, x_BSD: jax.Array, ops: Operations, norm: Callable | None, first: jax.Array | int
     ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
@@ -90,9 +102,13 @@ class Attention(Mixer):
         first: index of the first token in its row.
         """
         c = self.config
-        names = "qkvg" if c.attn_gate_proj else "qkv"
+        names = ("qk" if self.values_are_keys else "qkv") + ("g" if c.attn_gate_proj else "")
         projections = [projection(self, f"w{name}", f"b{name}") for name in names]
-        q, k, v, *gate = ops.linears(x_BSD, projections, norm)
+        q, k, *others = ops.linears(x_BSD, projections, norm)
+        if self.values_are_keys:  # the sum of their gradients has no product in it, which a kernel could contract
+            others = [gradient_in_one_pass(k), *others]
+            k = gradient_in_one_pass(k)
+        v, *gate = others
         if c.qk_norm_whole:
             q = ops.norm_of_all_heads(q, self.q_norm[...], "heads", c.rms_norm_eps)
             k = ops.norm_of_all_heads(k, self.k_norm[...], "kv_heads", c.rms_norm_eps)
@@ -105,6 +121,8 @@ class Attention(Mixer):
             k = ops.norm(k, self.k_norm[...], c.rms_norm_eps, c.norm_plus_one)
         if c.qk_norm_weightless:
             q, k = (ops.norm(y, jnp.ones(c.head_dim, y.dtype), c.rms_norm_eps) for y in (q, k))
+        if c.v_norm_weightless:
+            v = ops.norm(v, jnp.ones(c.head_dim, v.dtype), c.rms_norm_eps)
         return *ops.rotate(q, k, first, *c.rotary(ops.variant)), v, gate[0] if gate else None
 
     def earlier(self, x_BSD: jax.Array, ops: Operations, norm: Callable | None, first: int) -> Earlier:
@@ -128,14 +146,15 @@ class Attention(Mixer):
 
     def widths(self) -> Sequence[Width]:
         c = self.config
-        rows = {"model.num_attention_heads": c.num_attention_heads, "model.num_key_value_heads": c.num_key_value_heads}
-        queries, keys = (Width(f"{field} x model.head_dim", n * c.head_dim, field, n) for field, n in rows.items())
+        of_head, of_keys = self.fields
+        rows = {"model.num_attention_heads": c.num_attention_heads, of_keys: c.num_key_value_heads}
+        queries, keys = (Width(f"{field} x {of_head}", n * c.head_dim, field, n) for field, n in rows.items())
         return [queries, keys._replace(shared=True)]
 
     def targets(self) -> Sequence[Target]:
         queries, keys = self.widths()
         with_gate = queries._replace(size=2 * queries.size) if self.config.attn_output_gate else queries
-        widths = {"wq": with_gate, "wk": keys, "wv": keys, "wo": queries}
+        widths = {"wq": with_gate, "wk": keys} | ({} if self.values_are_keys else {"wv": keys}) | {"wo": queries}
         widths |= {"wg": queries} if self.config.attn_gate_proj else {}
         return [self.target(matrix, width) for matrix, width in widths.items()]
 
@@ -247,6 +266,6 @@ class Attention(Mixer):
         if c.attention == "cudnn":
             h = self.config.head_dim
             change = "use attention='auto' or cp_method='ulysses'"
-            need(h <= 128, "model.head_dim", f"at most 128 {whose}", h, change)
+            need(h <= 128, self.fields[0], f"at most 128 {whose}", h, change)
             expected = f"an even number {whose}"
             need(tokens % 2 == 0, "sequence_len / (2 x cp_size)", expected, tokens, "use attention='auto'")

@@ -202,11 +202,16 @@ class Mixer(Sublayer):
 
 
 class Mlp(Sublayer):
-    """A sublayer that computes each token by itself. has_experts: a router chooses which of several compute it."""
+    """A sublayer that computes each token by itself.
+
+    has_experts: a router chooses which of several compute it. reads_residual: it is given the residual stream and the
+    layer's norm, and not what is normed.
+    """
 
     name = "mlp"
     input = "mlp_input"
     has_experts: ClassVar[bool] = False
+    reads_residual: ClassVar[bool] = False
 
 
 class NoMixer(Mixer):
