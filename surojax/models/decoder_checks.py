@@ -239,7 +239,7 @@ router_losses = (
     is_set("router_z_loss_coef", 0.001, IN_ONE_GROUP),
 )
 one_purpose = is_on("model.one_purpose")
-without_gate = is_set("model.hidden_act", RELU2)
+without_gate = is_one_of("model.hidden_act", RELU2)
 sigmoid = is_set("model.scoring_func", "sigmoid", EXPERTS)
 shared = is_set("model.n_shared_experts", 1, EXPERTS)
 shared_width = is_set("model.moe_shared_intermediate_size", 64, EXPERTS)
