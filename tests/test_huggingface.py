@@ -31,7 +31,7 @@ from surojax.models.decoder_config import DecoderConfig
 from surojax.placement.mesh import make_mesh
 
 DEFAULTS = json.loads(str(REFERENCE["defaults.json"]))
-for name in ("experts", "glm", "lfm2", "qwen3_5", "qwen3_5_experts", "deepseek", "olmo", "gemma4"):
+for name in ("experts", "glm", "lfm2", "qwen3_5", "qwen3_5_experts", "deepseek", "olmo", "mamba2", "gemma4"):
     with np.load(Path(__file__).parent / "fixtures" / f"{name}_reference.npz") as arrays:
         DEFAULTS |= json.loads(str(arrays["defaults.json"]))
 # transformers ignores partial_rotary's factor for our families; models with an image encoder are in test_parts.py.

@@ -1232,4 +1232,4 @@ def test_a_collective_that_adds_up_is_in_the_lane_of_gradients():
 def test_a_plan_is_of_the_attention_that_a_gpu_chooses(changes, chosen):
     c = default_config()
     c.update_from_flattened_dict({"model_dtype": "bfloat16", "model.head_dim": 64} | changes)
-    assert planner._attention(c, GPUS["rtx4090"]) == chosen
+    assert planner._attention(c, GPUS["rtx4090"]) == [chosen]

@@ -55,7 +55,7 @@ class MlpWithExperts(SwiGLU):
 
     has_experts = True
     reads_residual = True
-    tensors: ClassVar = SwiGLU.tensors | {
+    tensors: ClassVar = dict(SwiGLU.tensors) | {
         "experts.router": FileNames("router.proj.weight"),
         "experts.router_scale": FileNames("router.scale"),
         "experts.expert_scale": FileNames("router.per_expert_scale"),
