@@ -191,7 +191,7 @@ def field_cases() -> list[tuple[str, str]]:
     model.rope_local_base_freq=10000 | rope_local_base_freq: expected 0.0 without a window, got 10000.0
     model.no_rope_layer_interval=9 model.num_hidden_layers=8 | no_rope_layer_interval: expected at most num_hidden
     model.rope_llama_4_scaling_beta=0.1 model.no_rope_layer_interval=2 | llama_4_scaling_beta: expected 0.0 with
-    model.hidden_act=gelu       | model.hidden_act: expected one of silu, gelu_pytorch_tanh, clamped_swiglu, relu2, got 'gelu'
+    model.hidden_act=gelu       | hidden_act: expected one of silu, gelu_pytorch_tanh, clamped_swiglu, relu2, got 'gelu'
     attention=cudnn model_dtype=bfloat16 model.attn_logit_softcapping=50 | attn_logit_softcapping: expected 0.0
     model.rope_factor=8         | expected 1.0 with rope_scaling='none', which does not use it, got 8.0
     model.rope_scaling=linear   | model.rope_factor: expected more than 1 with rope_scaling='linear', got 1.0

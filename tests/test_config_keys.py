@@ -19,6 +19,7 @@ from small import quick_at
 from surojax import ConfigError, default_config
 from surojax.assembly.from_config import architecture
 from surojax.config.checks import check
+from surojax.exchange import expert_tensors
 from surojax.exchange.huggingface import LISTS, model_fields
 from surojax.exchange.model_tensors import SINGLE, Weights, readers
 from surojax.exchange.parts import text_config
@@ -274,8 +275,17 @@ def written(folder: Path, family: str, change: int) -> Weights:
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(BASE[family] | CHANGES[change]))
     shapes = SHAPES[family] | OTHER.get(f"{family} {change}", {})
-    safetensors.numpy.save_file({name: weight(name, tuple(x)) for name, x in shapes.items()}, folder / SINGLE)
+    tensors = {name: weight(name, tuple(x)) for name, x in shapes.items()}
+    safetensors.numpy.save_file(in_files(family, tensors), folder / SINGLE)
     return Weights(folder)
+
+
+def in_files(family: str, tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Tensors of transformers 5's modules by names in files, where these differ: experts without a gate are apart."""
+    if family != "nemotron_h":
+        return tensors
+    of_all = ("experts.up_proj", "experts.down_proj")
+    return expert_tensors.of_each({f"{n}.weight" if n.endswith(of_all) else n: x for n, x in tensors.items()})
 
 
 # All changes take 4 to 20 seconds of each family; for `pytest`, the windows of the one that is unlike its neighbours.

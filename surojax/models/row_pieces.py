@@ -52,7 +52,7 @@ class RowPieces(NamedTuple):
 
     def by_text(self, x_N: jax.Array) -> jax.Array:
         """Gathers the arrays of all pieces in the order of the text: `[N, ...]` -> `[pieces of a row, B, ...]`."""
-        x_Bp = x_N.reshape(-1, self.per_row, *x_N.shape[1:])
+        x_Bp = x_N.reshape(len(x_N) // self.per_row, self.per_row, *x_N.shape[1:])
         return context.all_pieces(jnp.moveaxis(x_Bp, 1, 0), self.method)
 
     def own(self, x_mB: jax.Array) -> jax.Array:
