@@ -1,9 +1,9 @@
 """The tokenizers of Llama 2, Mistral and Gemma in GGUF files: SentencePiece's BPE, with bytes for unknown characters.
 
-Files have a score for each piece in place of merges, the greater the earlier it is merged. tokenizer.json has merges:
-every pair of pieces that makes another one, in the order of that one's score. Both follow from each other, if a
-tokenizer.json has all such pairs (`merges_of`). Spaces are written as "▁". llama.cpp puts one before a text and behind
-each special token, or nowhere; of tokenizer.json these are two normalizers.
+GGUF files have a score for each piece: pieces with greater scores are merged earlier. A tokenizer.json has merges: every
+pair of pieces that makes another piece, in the order of that piece's score. Each follows from the other if the
+tokenizer.json has all such pairs (`merges_of`). Spaces are written as "▁". llama.cpp puts a space before each text and
+behind each special token, or adds none; in a tokenizer.json each of these is a normalizer.
 """
 
 import itertools
@@ -13,7 +13,7 @@ SPACE = "▁"
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # kinds of tokens
 _REPLACE = {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}
 _PREPEND = {"type": "Sequence", "normalizers": [{"type": "Prepend", "prepend": SPACE}, _REPLACE]}
-# Of spaces that the normalizer has replaced already.
+# It splits nothing, since the normalizer has replaced all spaces.
 _SPLIT = {"type": "Split", "pattern": {"String": " "}, "behavior": "MergedWithPrevious", "invert": False}
 
 
@@ -53,13 +53,13 @@ def merges_of(tokens: list[str], scores: list[float], kinds: list[int]) -> list[
 
 
 def by_token(merges: list[tuple[str, str]]) -> list[tuple[str, set[tuple[str, str]]]]:
-    """Groups merges that follow each other by the token that they make, for a comparison: their order changes none."""
+    """Groups adjacent merges by the token that they make. Within a group their order does not count."""
     groups = itertools.groupby(merges, key="".join)
     return [(token, set(pairs)) for token, pairs in groups]
 
 
 def scores_of(tokens: list[str], merges: list[tuple[str, str]]) -> list[float]:
-    """Makes a score for each token: of those that merges make, the earlier the greater; then of the others."""
+    """Makes a score for each token: the earlier a merge makes it, the greater; tokens that no merge makes come last."""
     found: dict[str, float] = {}
     for left, right in merges:
         found.setdefault(left + right, -float(len(found)))

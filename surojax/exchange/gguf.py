@@ -59,8 +59,10 @@ SIZES = {
 ROTATED = "rope.dimension_count"  # of a head's channels
 HEAD_DIM = ("attention.key_length", "attention.value_length", ROTATED)  # all are a head's channels
 SCALING_TYPE = "rope.scaling.type"
-MAGNITUDE = "rope.scaling.attn_factor"  # of rotated channels, by which llama.cpp multiplies the one that yarn implies
-SAID_MAGNITUDE = "rope.scaling.yarn_attn_factor"  # that of config.json, which llama.cpp reads in few architectures
+# Factors of rotated channels: llama.cpp multiplies the factor that yarn implies by the first one. The second one is
+# that of config.json, which llama.cpp reads in few architectures.
+MAGNITUDE = "rope.scaling.attn_factor"
+SAID_MAGNITUDE = "rope.scaling.yarn_attn_factor"
 # Keys of the stretched positions, and theirs in rope_scaling.
 SCALING = {"rope.scaling.factor": "factor", "rope.scaling.original_context_length": "original_max_position_embeddings"}
 WINDOWED = "attention.sliding_window_pattern"  # a list of the layers that have the window, or n: each n-th has none

@@ -260,7 +260,7 @@ def _metadata(said: dict[str, Any]) -> tuple[dict[str, Any], dict[str, np.ndarra
         keys |= {SCALING_TYPE: scaling["rope_type"]}
         keys |= {ours: scaling[theirs] for ours, theirs in SCALING.items() if theirs in scaling}
         own = scaling.get("attention_factor")
-        if own and "mscale_all_dim" not in scaling:  # of which it follows in llama.cpp
+        if own and "mscale_all_dim" not in scaling:  # llama.cpp computes it from that one
             keys[MAGNITUDE] = own / implied_magnitude(scaling["factor"])
     floats = {"attention.layer_norm_rms_epsilon", "rope.freq_base", "rope.scaling.factor", MAGNITUDE}
     floats |= {key for key in family.sizes if key.endswith(("scale", "log_multiplier", "softcapping"))}

@@ -1,9 +1,10 @@
 """Latent attention in GGUF files, as llama.cpp's converter writes them: architecture `deepseek2`.
 
-llama.cpp attends to the latents themselves, so that one key and value head is said, of the latent's size (and with the
-rotary key); `key_length_mla` and `value_length_mla` are a head's real sizes. The matrix that expands latents is two
+llama.cpp attends to the latents themselves. So files say that there is one key and value head, of the latent's size
+(the key's with the rotary key); `key_length_mla` and `value_length_mla` are a head's real sizes. The matrix that expands latents is two
 tensors: that of the keys `[heads, latent, n]`, transposed, and that of the values `[heads, v, latent]`. Files from
-before 2025-04 have it whole, all heads, and their real sizes; they are read too. Rotated are neighbouring channels.
+before 2025-04 have one matrix, and say all heads with their real sizes; they are read too. Neighbouring channels are
+rotated together.
 
 llama.cpp scales scores for stretched positions (YaRN) by `yarn_log_multiplier`, a tenth of `mscale_all_dim`, and never
 queries and keys, so that `mscale` must be the same.
@@ -52,7 +53,7 @@ def after_reading(config: dict[str, Any]) -> dict[str, Any]:
     gating, stretch = config.pop(GATING), config.pop(STRETCH)
     heads, own_heads = config["num_attention_heads"], config["num_key_value_heads"]
     r, latent = config["qk_rope_head_dim"], config["kv_lora_rank"]
-    whole = not key_mla  # of files from before
+    whole = not key_mla  # files from before 2025-04 lack this key
     expected = (key, value, heads) if whole else (latent + r, latent, 1)
     h, v = (key, value) if whole else (key_mla, value_mla)
     if (key, value, own_heads) != expected or h <= r:

@@ -4,8 +4,7 @@
     backward:  c = gradient of `before` by the outputs alone;  d_after of each piece, from (M^T, c) of all;  the rule's
 
 A device sends the others one map for each of its pieces, k (k + v) float32 a head (k (1 + v) without the correction),
-forward and backward. So all devices
-know the states between all pieces, and none waits for another one's tokens.
+forward and backward. So all devices know the states between all pieces, and none waits for another one's tokens.
 
 Shape suffixes: see delta_rule.py.
 """
