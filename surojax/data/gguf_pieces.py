@@ -1,7 +1,7 @@
 """The tokenizers of Llama 2, Mistral and Gemma in GGUF files: SentencePiece's BPE, with bytes for unknown characters.
 
-GGUF files have a score for each piece: pieces with greater scores are merged earlier. A tokenizer.json has merges: every
-pair of pieces that makes another piece, in the order of that piece's score. Each follows from the other if the
+GGUF files have a score for each piece: pieces with greater scores are merged earlier. A tokenizer.json has merges:
+every pair of pieces that makes another piece, in the order of that piece's score. Each follows from the other if the
 tokenizer.json has all such pairs (`merges_of`). Spaces are written as "▁". llama.cpp puts a space before each text and
 behind each special token, or adds none; in a tokenizer.json each of these is a normalizer.
 """

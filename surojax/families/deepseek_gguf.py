@@ -1,10 +1,10 @@
 """Latent attention in GGUF files, as llama.cpp's converter writes them: architecture `deepseek2`.
 
 llama.cpp attends to the latents themselves. So files say that there is one key and value head, of the latent's size
-(the key's with the rotary key); `key_length_mla` and `value_length_mla` are a head's real sizes. The matrix that expands latents is two
-tensors: that of the keys `[heads, latent, n]`, transposed, and that of the values `[heads, v, latent]`. Files from
-before 2025-04 have one matrix, and say all heads with their real sizes; they are read too. Neighbouring channels are
-rotated together.
+(the key's with the rotary key); `key_length_mla` and `value_length_mla` are a head's real sizes. The matrix that
+expands latents is two tensors: that of the keys `[heads, latent, n]`, transposed, and that of the values
+`[heads, v, latent]`. Files from before 2025-04 have one matrix, and say all heads with their real sizes; they are read
+too. Neighbouring channels are rotated together.
 
 llama.cpp scales scores for stretched positions (YaRN) by `yarn_log_multiplier`, a tenth of `mscale_all_dim`, and never
 queries and keys, so that `mscale` must be the same.
