@@ -481,6 +481,8 @@ class Config(Section):
     r"""grpo: ratios of probabilities are of each "token", or of a whole "sequence" (GSPO)."""
     max_completion_length: int
     r"""grpo, grpo_loss_type dr_grpo: tokens that a completion has at most."""
+    router_replay: bool
+    r"""grpo, models with experts: send tokens to the experts that routed_experts of the rows name."""
     center_rewards_coefficient: float
     r"""reward: weight of the square of the sum of both rewards, which keeps them near 0 (0.01 is usual)."""
     distill_path: str
@@ -760,6 +762,7 @@ class FieldsOfTrain(TypedDict, total=False):
     grpo_loss_type: Literal["dapo", "grpo", "dr_grpo"]
     importance_sampling_level: Literal["token", "sequence"]
     max_completion_length: int
+    router_replay: bool
     center_rewards_coefficient: float
     distill_path: str
     distill_weight: float

@@ -146,7 +146,9 @@ def _segment(
 
     def cached_block(w, x_BSD, cache: Cache, variant: Variant):
         starts_BS = None if cache.first is None else jnp.broadcast_to(cache.first[:, None], x_BSD.shape[:2])
-        return nnx.merge(graph, w)(x_BSD, Operations(by_xla, variant, starts=starts_BS), cache, ROUTES)[:2]
+        ops = Operations(by_xla, variant, starts=starts_BS)
+        x_BSD, after, routed = nnx.merge(graph, w)(x_BSD, ops, cache, ROUTES)
+        return x_BSD, after if routed is None else after._replace(decided=routed.decided)
 
     def with_new_adapters(base, seed, l, numbers):
         return with_adapters(base, part_of(init_layer(config, name, seed, l, block_type), trained), numbers)
@@ -173,6 +175,7 @@ def _segment(
         last_products=last_products,
         with_adapters=with_new_adapters if config.lora else None,
         statistics=planned_statistics(layer_config.num_experts) if layer_config.num_experts else None,
+        choices=layer_config.num_experts_per_tok if layer_config.num_experts else 0,
     )
 
 

@@ -83,12 +83,14 @@ DEFAULT = Compute()
 class Cache(NamedTuple):
     """A mixer's state of a layer's earlier positions, see `Mixer.decode_state`; the next position is `start`.
 
-    first: int32 `[B]`, where the texts of the rows begin, if they are padded on the left; None: at 0.
+    first: int32 `[B]`, where the texts of the rows begin, if they are padded on the left; None: at 0. decided: of a
+    layer that was computed, `Routed.decided` of its new positions; None without a router.
     """
 
     state: Any
     start: jax.Array | int
     first: jax.Array | None = None
+    decided: Any = None
 
 
 class Earlier(NamedTuple):
@@ -129,7 +131,7 @@ class Routing(NamedTuple):
     """Arguments of a block that only its router reads.
 
     counted: bool `[B, S]`, the tokens of its statistics; None: all. decided: `Routed.decided` of the pass that this one
-    repeats; None: the block decides.
+    repeats, or of the program that sampled the tokens; None: the block decides.
     """
 
     counted: Any = None
@@ -168,7 +170,8 @@ class Segment:
     block_backward: (weights, saved, (dx, gradient of the statistics or None), RecipeInputs or None, Variant,
     starts, Routing) -> (gradients of the weights that are trained, dx, observed: largest magnitudes `[sites]` of
     fp8_hybrid, else None).
-    statistics: shapes and dtypes of a layer's `Routed.statistics`; None: the blocks have no router.
+    statistics: shapes and dtypes of a layer's `Routed.statistics`; None: the blocks have no router. choices: how many
+    experts a router sends a token to.
     cached_block: (weights, x, Cache, Variant) -> (x, Cache), for sampling; as recipe bf16, by XLA.
     last_products: the matrices whose products are only added to the block's result. No gradient needs these products,
     so a recomputed block leaves them out.
@@ -189,6 +192,7 @@ class Segment:
     cached_block: Callable
     targets: frozenset[str] = frozenset()
     statistics: Any = None
+    choices: int = 0
     last_products: tuple[Param, ...] = ()
     with_adapters: Callable | None = None
 

@@ -46,12 +46,13 @@ TEACHER_IDS = "teacher_ids"
 TEACHER_STATES = "teacher_states"  # a teacher's last hidden states, normed for its head
 DESIRABLE = "desirable"  # of an answer that is rated alone: above 0 a good one, below 0 a bad one
 SAMPLED = "sampled"  # log-probability of a label by the model that sampled it
+ROUTES = "routes"  # numbers of the experts that a token was sent to, for each layer of the model; not of a label
 ADVANTAGE = "advantage"  # of a label: by how much its completion is better than others of its prompt
 SCORED = "scored"  # 1 at the last token of a sequence, 0 elsewhere
 STARTS = "starts"  # position in its row at which each token's document starts, in packed rows; of no objective's names
 MARGIN = "margin"  # by how much the chosen answer of a pair is better, at one of its labels
 # Arrays of a batch that are float32; all others are int32.
-FLOATS = (REFERENCE, TEACHER, TEACHER_STATES, DESIRABLE, SAMPLED, ADVANTAGE, MARGIN)
+FLOATS = (REFERENCE, TEACHER, TEACHER_STATES, DESIRABLE, SAMPLED, ADVANTAGE, MARGIN, ROUTES)
 ONE_SEQUENCE = (PIPELINE, CONTEXT, *TENSOR)  # axes whose devices have parts of the same sequences
 
 
