@@ -39,12 +39,12 @@ from test_qwen3_5 import GROWN, ByLayer, assert_close, in_float64, mean_loss  # 
 from surojax import ConfigError, default_config
 from surojax.assembly.from_config import architecture
 from surojax.config.checks import check
-from surojax.exchange import config_json, expert_tensors, gguf
+from surojax.exchange import config_json, expert_tensors, gguf, joined_rows
 from surojax.exchange.gguf import open_file
 from surojax.exchange.gguf_export import gguf_metadata
 from surojax.exchange.huggingface import model_fields, read_config
 from surojax.exchange.model_tensors import SINGLE, Weights, check_tensors, describe_source, tensor_name
-from surojax.exchange.naming import naming_of
+from surojax.exchange.naming import layers_of, naming_of
 from surojax.families.registry import FAMILIES
 from surojax.models import decoder_model
 from surojax.models.decoder_config import LATENT, DecoderConfig
@@ -70,6 +70,7 @@ CASES += ("olmo2", "olmo2_tied", "olmo2_yarn", "olmo3", "olmo3_tied", "olmo3_ful
 CASES += ("granite4", "granite4_tied", "granite4_moe", "granite4_moe_tied", "granite4_attention")
 CASES += ("nemotron", "nemotron_groups", "nemotron_dense")
 CASES += ("gemma4", "gemma4_plain", "gemma4_full", "gemma4_unified", "gemma4_moe", "gemma4_moe_two", "gemma4_moe_all")
+CASES += ("gemma4_e", "gemma4_e_untied", "gemma4_e_shared", "gemma4_e_inputs", "gemma4_e_moe")
 NOT_TRAINED = ("gate.e_score_correction_bias", "layer_scalar")
 
 
@@ -110,10 +111,12 @@ def in_files(case: str, what: str) -> dict[str, np.ndarray]:
 
 
 def together(case: str, what: str) -> dict[str, np.ndarray]:
-    """Tensors of transformers 5's modules under our names: gate and up of all experts apart."""
+    """Tensors of transformers 5's modules under our names: gate and up of all experts apart, and a layer's own parts."""
     naming = naming_of(given(case))
     found = {naming.ours(name): x for name, x in in_files(case, what).items()}
-    parts = expert_tensors.parts_in(found, naming.expert_files)
+    parts: dict[str, Any] = {**expert_tensors.parts_in(found, naming.expert_files)}
+    if case.startswith("gemma4_e"):
+        parts |= joined_rows.parts_in(found, naming.canonical, layers_of(given(case)))
     others = {name: x for name, x in found.items() if not any(name in part.names for part in parts.values())}
     return others | {name: part.tensor([found[part.names[0]]]) for name, part in parts.items()}
 

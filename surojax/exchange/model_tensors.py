@@ -19,7 +19,7 @@ from surojax.exchange.expert_tensors import ExpertTensor, of_each, parts_in
 from surojax.exchange.finite import is_finite, is_float
 from surojax.exchange.huggingface import Float8Scales, float8_scales, read_config, read_whole_config
 from surojax.exchange.joined_rows import RowsOf
-from surojax.exchange.naming import is_of_further_layers, naming_of
+from surojax.exchange.naming import is_of_further_layers, layers_of, naming_of
 from surojax.exchange.shards import Shard
 from surojax.families.family import TENSOR_NAMES
 from surojax.families.names import by_our_name
@@ -117,7 +117,7 @@ class Weights:
         }
         self._parts: dict[str, ExpertTensor | RowsOf] = {
             **parts_in(self._in_files(), naming.expert_files),
-            **joined_rows.parts_in(self._in_files(), naming.canonical),
+            **joined_rows.parts_in(self._in_files(), naming.canonical, layers_of(config)),
         }
 
     def _files(self) -> dict[str, str]:
@@ -254,6 +254,8 @@ class Weights:
         if part := self._parts.get(name):
             if self.format_of(name) == "mxfp4":
                 return read_dequantised(self, name, "bfloat16")  # which is exact
+            if isinstance(part, RowsOf) and self._is_plain(part.name):
+                return self._read(part.name, part)
             return part.tensor(self.read(expert_name) for expert_name in part.names)
         if name in self.in_nf4:
             return read_dequantised(self, name, self.in_nf4[name].dtype)
@@ -269,9 +271,18 @@ class Weights:
         """Reads the scales of a float8 matrix, as float32."""
         return self._read(name + self._float8.suffix).astype(np.float32)
 
-    def _read(self, name: str) -> np.ndarray:
+    def _is_plain(self, name: str) -> bool:
+        """True if a tensor's numbers are stored as they are."""
+        return not self.format_of(name)
+
+    def _read(self, name: str, part: RowsOf | None = None) -> np.ndarray:
+        """Reads a tensor as it is stored, or a part of it. Raises ConfigError if it cannot be read or is not finite."""
         try:
-            array = self._shard_of[name].read(self._stored_as[name])
+            if part is None:
+                array = self._shard_of[name].read(self._stored_as[name])
+            else:
+                array = self._shard_of[name].read_part(self._stored_as[name], part.part, part.parts, part.axis)
+                array = array.reshape(part.shape(self._entry(name).shape))
         except (OSError, ValueError) as error:
             reason = " ".join(str(error).split())
             raise ConfigError(f"model_path: cannot read {name} in {self.path} ({reason}); {AGAIN}") from error

@@ -18,6 +18,7 @@ import numpy as np
 
 from surojax.families import rope_keys, window_keys
 from surojax.models import decoder_model
+from surojax.models.beside import LAYER_INPUT_NORM
 from surojax.models.kinds.experts import Experts
 from surojax.models.kinds.gated_mlp import SwiGLU
 from surojax.models.kinds.self_attention import Attention
@@ -71,6 +72,7 @@ TENSOR_NAMES = {
     "norm": "model.norm.weight",
     "head": "lm_head.weight",
     "score": "score.weight",
+    LAYER_INPUT_NORM: "model.per_layer_projection_norm.weight",
     "attention_norm": LAYER + "input_layernorm.weight",
     "mlp_norm": LAYER + "post_attention_layernorm.weight",
     **in_safetensors(Attention),

@@ -104,6 +104,7 @@ def _build(config: DecoderConfig, compute: Compute, block_type: type[Block]) -> 
     by_xla = Compute(attention="xla")
 
     def normed(compute: Compute, outer, x):
+        x = x[..., : config.hidden_size]
         y = Operations(compute).norm(x, outer["norm"], config.rms_norm_eps, config.final_norm_plus_one)
         return times(1 / scaling, y)
 
@@ -115,6 +116,7 @@ def _build(config: DecoderConfig, compute: Compute, block_type: type[Block]) -> 
     return Model(
         vocab_size=config.vocab_size,
         hidden_size=config.hidden_size,
+        channels=config.channels,
         compute=compute,
         segments=tuple(segments),
         outer_params=params[OUTER],
@@ -164,7 +166,7 @@ def _segment(
         params=params,
         variants=tuple(variants[number] for number in numbers),
         mixer=kinds.mixer,
-        targets=frozenset(target.matrix for kind in kinds for target in kind.targets()),
+        targets=frozenset(target.matrix for kind in kinds.all for target in kind.targets()),
         init=functools.partial(init_layer, config, name, block=block_type),
         block=block,
         block_forward=block_forward,
