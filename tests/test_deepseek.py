@@ -111,7 +111,7 @@ def in_files(case: str, what: str) -> dict[str, np.ndarray]:
 
 
 def together(case: str, what: str) -> dict[str, np.ndarray]:
-    """Tensors of transformers 5's modules under our names: gate and up of all experts apart, and a layer's own parts."""
+    """Tensors of transformers 5's modules under our names: gate and up of experts apart, and each layer's own parts."""
     naming = naming_of(given(case))
     found = {naming.ours(name): x for name, x in in_files(case, what).items()}
     parts: dict[str, Any] = {**expert_tensors.parts_in(found, naming.expert_files)}
@@ -329,9 +329,10 @@ REFUSED: dict[str, dict[int, str]] = {
     | {13: "qk_scale_factor", 15: "output_multiplier", 17: "post_norm_eps"}
     | dict.fromkeys((18, 22, 24, 25), "layer_rope_theta"),
     "gemma4_text": {28: "rope_partial", 33: "rope_factor", 37: "partial_rotary", 39: "rope_type default"}
-    | {43: "hidden_size_per_layer_input", 52: "use_bidirectional"},
+    | {52: "use_bidirectional", 67: "vocab_size_per_layer_input: expected vocab_size=16 or more"},
     "gemma4_unified_text": {28: "rope_partial", 33: "rope_factor", 37: "partial_rotary", 39: "rope_type default"}
-    | {43: "hidden_size_per_layer_input: expected 0", 50: "moe", 51: "moe", 52: "use_bidir"},
+    | {50: "moe", 51: "moe", 52: "use_bidir", 55: "num_kv_shared_layers: expected 0, got 2"}
+    | dict.fromkeys((43, *range(56, 69)), "hidden_size_per_layer_input: expected 0"),
     "deepseek_v3": {2: "q_lora_rank", 5: "n_group", 9: "topk_method", 12: "scoring_func", 15: "moe_layer_freq"}
     | {i: "mlp_layer_types" for i in range(19, 25)}
     | {27: "rope_mscale_all_dim", 29: "rope_factor", 30: "rope_type linear"},
