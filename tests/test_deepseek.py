@@ -521,7 +521,17 @@ GEMMA4_EXPERTS = dataclasses.replace(
     moe_intermediate_size=24,
     norm_topk_prob=True,
 )
+GEMMA4_E = dataclasses.replace(
+    GEMMA4,
+    num_hidden_layers=4,
+    attention_k_eq_v=False,
+    num_kv_shared_layers=2,
+    use_double_wide_mlp=True,
+    hidden_size_per_layer_input=4,
+    vocab_size_per_layer_input=80,
+)
 STAGES_OF_GEMMA4 = dataclasses.replace(GEMMA4, num_hidden_layers=4)
+INPUTS_OF_GEMMA4 = dataclasses.replace(STAGES_OF_GEMMA4, hidden_size_per_layer_input=4)
 MUSE = dataclasses.replace(
     CONFIG,
     num_hidden_layers=5,
@@ -610,6 +620,10 @@ NEMOTRON = dataclasses.replace(
             (GEMMA4_EXPERTS, 4, {"zero_level": 3, "tp_size": 2, **ALL}),
             (GEMMA4_EXPERTS, 2, {"zero_level": 3, "ep_size": 2}),
             (STAGES_OF_GEMMA4, 4, {"pp_size": 2, "zero_level": 1, "tp_size": 2}),
+            (GEMMA4_E, 4, {"zero_level": 3, "cp_size": 2, "shard_outer": True, **ALL}),
+            (GEMMA4_E, 2, {"cp_size": 2, "cp_method": "ring"}),
+            (GEMMA4_E, 2, {"sequence_chunks": 2, "cp_size": 2}),
+            (INPUTS_OF_GEMMA4, 2, {"pp_size": 2}),
         ]
     ),
 )
@@ -655,16 +669,18 @@ def test_trains_alike_under_every_placement(tmp_path, config):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("late", [False, True])
-def test_offloads_change_no_bit_of_gemma4(late):
+@pytest.mark.parametrize(
+    "config, late", paired([GEMMA4, GEMMA4_E], [False, True]) + [(GEMMA4, True), (GEMMA4_E, False)]
+)
+def test_offloads_change_no_bit_of_gemma4(config, late):
     """With one microbatch per fetch: more of them, and files, change the last digits of the norm of its gradient."""
-    model = decoder_model.build(GEMMA4)
+    model = decoder_model.build(config)
     batches = [tokens(2, 8, 16, seed=i) for i in range(3)]
     assert Small(model=model, overlap_update=late, **ALL).train(batches) == Small(model=model).train(batches)
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("case", ("glm", "v2_lite", "olmo3", "muse", "granite4", "nemotron", "gemma4"))
+@pytest.mark.parametrize("case", ("glm", "v2_lite", "olmo3", "muse", "granite4", "nemotron", "gemma4", "gemma4_e"))
 def test_documents_in_a_row_are_computed_as_alone(in_float64, case):  # noqa: F811
     """Also a document of one token."""
     layers = ByLayer(model_of(case))
