@@ -19,7 +19,7 @@ from surojax.exchange.expert_tensors import ExpertTensor, of_each, parts_in
 from surojax.exchange.finite import is_finite, is_float
 from surojax.exchange.huggingface import Float8Scales, float8_scales, read_config, read_whole_config
 from surojax.exchange.joined_rows import RowsOf
-from surojax.exchange.naming import is_of_further_layers, layers_of, naming_of
+from surojax.exchange.naming import is_of_further_layers, naming_of, number_of_layers
 from surojax.exchange.shards import Shard
 from surojax.families.family import TENSOR_NAMES
 from surojax.families.names import by_our_name
@@ -117,7 +117,7 @@ class Weights:
         }
         self._parts: dict[str, ExpertTensor | RowsOf] = {
             **parts_in(self._in_files(), naming.expert_files),
-            **joined_rows.parts_in(self._in_files(), naming.canonical, layers_of(config)),
+            **joined_rows.parts_in(self._in_files(), naming.canonical, number_of_layers(config)),
         }
 
     def _files(self) -> dict[str, str]:

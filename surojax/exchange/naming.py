@@ -96,7 +96,7 @@ def is_of_further_layers(name: str, config: dict[str, Any]) -> bool:
     return first <= int(number[1]) < first + (given[family.further_layers] or 0)
 
 
-def layers_of(config: dict[str, Any]) -> int:
+def number_of_layers(config: dict[str, Any]) -> int:
     """The number of layers of a model with this config.json, alone or as part of an image-text model; 0: not known."""
     config = parts.text_config(config) if parts.has_parts(config) else config
     family = FAMILIES.get(str(config.get("model_type")))

@@ -18,7 +18,7 @@ import numpy as np
 
 from surojax.families import rope_keys, window_keys
 from surojax.models import decoder_model
-from surojax.models.beside import LAYER_INPUT_NORM
+from surojax.models.channels import LAYER_INPUT_NORM
 from surojax.models.kinds.experts import Experts
 from surojax.models.kinds.gated_mlp import SwiGLU
 from surojax.models.kinds.self_attention import Attention

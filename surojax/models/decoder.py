@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from surojax.models.beside import Kept
+from surojax.models.channels import Kept
 from surojax.models.decoder_config import (
     ATTENTION,
     DELTA,
@@ -118,7 +118,7 @@ class Block(nnx.Module):
     one purpose have the mixer or the MLP alone, and the first norm. With `hidden_size_per_layer_input` a `LayerInput`
     follows the MLP. With `layer_scalar` the result is multiplied by that number, which has no gradient.
 
-    Its input and output may have channels beside the residual stream, see beside.py.
+    Its input and output may have channels beside the residual stream, see channels.py.
 
     A subclass computes something else: `__call__` has to use `ops`, `cache` and `routing` as here, `__init__` may add
     parameters (`layers.parameter`), and `handed_on` returns what a chunk hands on, if `sequence_chunks` divides the

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from surojax.declared import AT_LEAST_0, AT_LEAST_1, POSITIVE, Facts, computed, declare, section_of
-from surojax.models.beside import EMBEDDING, NORM, TOKEN, TOKEN_CHANNELS, Channels, keys_of
+from surojax.models.channels import EMBEDDING, NORM, TOKEN, TOKEN_CHANNELS, Channels, names_of_keys
 from surojax.models.kinds.experts import SCORING
 from surojax.models.lora import Lora
 from surojax.models.model import Variant
@@ -256,7 +256,7 @@ class DecoderConfig:
             heads = self.num_global_key_value_heads or self.num_key_value_heads
             of_kinds = {"sliding": self.num_key_value_heads * self.head_dim}
             of_kinds |= {"global": heads * (self.global_head_dim or self.head_dim)}
-            sizes |= {name: size for kind, size in of_kinds.items() for name in keys_of(kind)}
+            sizes |= {name: size for kind, size in of_kinds.items() for name in names_of_keys(kind)}
         return Channels(self.hidden_size, sizes)
 
     def segments(self) -> "dict[str, LayersOf]":

@@ -24,7 +24,7 @@ from flax import nnx
 
 from surojax.declared import AT_LEAST_1, Facts, declare, section_of
 from surojax.models.attention import IMPLEMENTATIONS
-from surojax.models.beside import Channels
+from surojax.models.channels import Channels
 from surojax.models.kinds.sublayer import LayerKinds, Mixer
 from surojax.models.order import LayerRef
 from surojax.numerics.fp8 import Sites
@@ -223,7 +223,7 @@ class Model:
     init_outer: seed -> new float32 arrays. final: (outer, x) -> x normed for the head. logits: (outer, x `[..., D]`) ->
     `[..., V]` float32, by XLA. rebuild: Compute -> this model computed so.
 
-    channels: of what layers hand on: the residual stream, and what may be beside it (beside.py). outer_params has the
+    channels: of what layers hand on: the residual stream, and what may be beside it (channels.py). outer_params has the
     weights LAYER_INPUT_NORM of what is beside, if the layers have inputs of their own.
 
     embedding_norm_eps: of an RMSNorm without weights on the embedding; None: there is none. embedding_scale: what the

@@ -124,7 +124,7 @@ class Operations:
     for each token of whole rows the index in its row at which its document starts; None: a row is one document.
     Residuals that follow from starts are made again in the backward pass. frozen: the matrices have no gradient.
     in_float8: None: products are not in float8 with one scale per tensor. beside: what layers hand on beside the
-    residual stream, by name (beside.py).
+    residual stream, by name (channels.py).
     """
 
     compute: Compute = DEFAULT

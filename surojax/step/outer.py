@@ -27,7 +27,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from surojax.models.beside import LAYER_INPUT_NORM
+from surojax.models.channels import LAYER_INPUT_NORM
 from surojax.models.model import Model
 from surojax.models.operations import normalised
 from surojax.numerics.ordered_sums import add_rows

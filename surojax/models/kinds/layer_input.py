@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from pallas_kernels.manual_axes import mark_varying, varying_axes
-from surojax.models.beside import EMBEDDING, NORM, TOKEN, tokens_in
+from surojax.models.channels import EMBEDDING, NORM, TOKEN, tokens_in
 from surojax.models.kinds.sublayer import FileNames, Sublayer, Target, Width, undivided
 from surojax.models.layers import norm_weight, parameter, projection
 from surojax.models.linear import Product, times

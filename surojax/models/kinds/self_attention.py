@@ -14,7 +14,7 @@ from flax import nnx
 from pallas_kernels.mma import ROWS
 from surojax.errors import need
 from surojax.models.attention import chosen_here, chosen_implementation, on_hopper
-from surojax.models.beside import Kept, keys_of
+from surojax.models.channels import Kept, names_of_keys
 from surojax.models.kinds.sublayer import ContextNumbers, FileNames, KernelBytes, Mixer, OnGpu, Target, Width
 from surojax.models.layers import norm_weight, parameter, projection, vector
 from surojax.models.linear import Product
@@ -36,7 +36,7 @@ class Attention(Mixer):
     """Causal self-attention with grouped key/value heads; optional: biases, norms of queries, keys, sinks, a gate.
 
     fields: of a head's channels and of the number of key/value heads, for messages. has_keys: it computes keys and
-    values; if not, it reads those of an earlier layer. kept_as: the kind of layers that share them, see beside.py.
+    values; if not, it reads those of an earlier layer. kept_as: the kind of layers that share them, see channels.py.
     """
 
     name = "attention"
@@ -162,7 +162,7 @@ class Attention(Mixer):
         sinks = self.sinks[...] if c.attention_sinks else None
         y_BSHh, cache = ops.attend(q, k, v, cache, scale=scale, softcap=c.attn_logit_softcapping, sinks=sinks)
         y_BSHh = y_BSHh if gate is None else times_sigmoid(y_BSHh, gate)
-        new = Kept(cache, dict(zip(keys_of(self.kept_as), (k, v), strict=True))) if shared else cache
+        new = Kept(cache, dict(zip(names_of_keys(self.kept_as), (k, v), strict=True))) if shared else cache
         return ops.linear(y_BSHh.reshape(*y_BSHh.shape[:2], -1), projection(self, "wo", "bo")), new
 
     # -- declarations --------------------------------------------------------------------------------------------------

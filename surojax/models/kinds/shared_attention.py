@@ -1,6 +1,6 @@
 """Attention to the keys and values of an earlier layer (Gemma 4 E2B and E4B): of its own it has queries alone.
 
-They are those of the last layer of the same kind that computes its own, see models/beside.py. While sampling, each
+They are those of the last layer of the same kind that computes its own, see models/channels.py. While sampling, each
 layer has a copy of them in its cache.
 
 Shape suffixes: B batch, S sequence, D hidden size, K key/value heads, h head dimension.
@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 import jax
 
-from surojax.models.beside import keys_of
+from surojax.models.channels import names_of_keys
 from surojax.models.kinds.global_attention import GlobalAttention
 from surojax.models.kinds.self_attention import Attention
 from surojax.models.kinds.sublayer import Target
@@ -34,7 +34,7 @@ class SharedAttention(Attention):
         (q,) = ops.linears(x_BSD, [projection(self, "wq", "bq")], norm)
         q = self.normed_queries(q.reshape(*q.shape[:2], -1, c.head_dim), ops)
         q, _ = ops.rotate(q, q[:, :, :1], first, *c.rotary(ops.variant))  # one head in place of keys
-        k, v = (ops.beside[name].reshape(*q.shape[:2], -1, c.head_dim) for name in keys_of(self.kept_as))
+        k, v = (ops.beside[name].reshape(*q.shape[:2], -1, c.head_dim) for name in names_of_keys(self.kept_as))
         return q, k, v, None
 
     def targets(self) -> Sequence[Target]:

@@ -24,7 +24,7 @@ BYTES = 3  # of a token's id, a channel each: bfloat16 has all whole numbers up 
 TOKEN_CHANNELS = 8  # with those that are zeros, for rows of whole 16 bytes
 
 
-def keys_of(kind: str) -> tuple[str, str]:
+def names_of_keys(kind: str) -> tuple[str, str]:
     """The names of keys and values of layers of this kind."""
     return f"{kind} keys", f"{kind} values"
 
