@@ -36,8 +36,9 @@ def get_config():
     c.model.final_logit_softcapping = 30.0
     c.model.hidden_act = "gelu_pytorch_tanh"
     c.sequence_len = 2048
-    c.gradient_accumulation_steps = 8
-    c.microbatches_per_fetch = 8
+    c.per_device_batch_size = 4
+    c.gradient_accumulation_steps = 2
+    c.microbatches_per_fetch = 2
     c.lmhead_chunks = 32
     c.accum_dtype = "bfloat16"
     c.opt_m_dtype = "bfloat16"

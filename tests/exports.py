@@ -223,8 +223,8 @@ def config_of(case: Case) -> dict[str, Any]:
     if case.kind in ("fp8", "nvfp4"):
         given |= {"hidden_size": 128, "intermediate_size": 256}  # blocks of compressed-tensors are whole ones
         widths = ("moe_intermediate_size", "shared_expert_intermediate_size", "shared_intermediate_size")
-        widths += ("moe_shared_expert_intermediate_size",)
-        given |= {name: 128 for name in widths if name in given}
+        widths += ("moe_shared_expert_intermediate_size", "hidden_size_per_layer_input")
+        given |= {name: 128 for name in widths if given.get(name)}
         given |= dict.fromkeys(LATENT_SIZES, 128) if "kv_lora_rank" in given else {}
     if case.kind == "gguf":  # transformers reads neither head_dim nor the experts' width, and takes those of the family
         given |= {"moe_intermediate_size": 768} if family == "qwen3_moe" else {}
