@@ -273,6 +273,28 @@ def test_layers_that_predict_further_tokens_are_left_aside(tmp_path):
         assert describe_source(tensors).endswith("1 tensors of layers are left aside")
 
 
+def test_keys_of_layers_that_share_them_are_left_aside(tmp_path):
+    """As transformers does: published files have them. They are kept, and a table that lacks is named."""
+    weights, layer = in_files("gemma4_e", "weight"), "model.layers.5.self_attn."
+    unread = {f"{layer}{name}.weight": np.full((6, 18), i, np.float32) for i, name in enumerate(("k_proj", "v_proj"))}
+    unread |= {f"{layer}k_norm.weight": np.ones(6, np.float32)}
+    folder = written(tmp_path / "in", "gemma4_e", weights | unread)
+    check_tensors(Weights(folder), model_of("gemma4_e"))
+    out = convert.convert(folder, tmp_path / "out", dtype="float32")
+    chex.assert_trees_all_equal(safetensors.numpy.load_file(out / SINGLE), weights | unread)
+    for l, name in ((3, "k_proj"), (5, "o_proj")):
+        rest = {x: y for x, y in weights.items() if x != f"model.layers.{l}.self_attn.{name}.weight"}
+        with pytest.raises(ConfigError, match=rf"expected model\.layers\.{l}\.self_attn\.{name}\.weight in"):
+            check_tensors(Weights(written(tmp_path / name, "gemma4_e", rest)), model_of("gemma4_e"))
+    table = "model.embed_tokens_per_layer.weight"
+    rest = {x: y for x, y in weights.items() if x != table}
+    with pytest.raises(ConfigError, match=rf"expected {re.escape(table)} in .*, got no such tensor"):
+        check_tensors(Weights(written(tmp_path / "none", "gemma4_e", rest)), model_of("gemma4_e"))
+    rest = weights | {table: weights[table][:, :-1]}
+    with pytest.raises(ConfigError, match=r"embed_tokens_per_layer.*: expected \[40, 4\], .*, got \[40, 27\]"):
+        check_tensors(Weights(written(tmp_path / "narrow", "gemma4_e", rest)), model_of("gemma4_e"))
+
+
 @pytest.mark.parametrize("case", ("v3", "v2_lite"))
 def test_float8_in_blocks_is_read_as_numbers(tmp_path, case):
     """As DeepSeek publishes it: matrices in e4m3 with a scale for each block, the last ones of which are smaller."""

@@ -148,6 +148,13 @@ def _read_with_experts(given: dict[str, Any]) -> dict[str, Any]:
     return fields | sizes | {"experts_beside_mlp": True, "norm_topk_prob": True}
 
 
+def _is_unread(l: int, name: str, given: dict[str, Any]) -> bool:
+    """True for keys and values of layers that read those of earlier ones, which published files have all the same."""
+    shared = given[SHARED_LAYERS]
+    is_shared = type(shared) is int and l >= given["num_hidden_layers"] - shared
+    return is_shared and name.startswith(("self_attn.k_", "self_attn.v_"))
+
+
 def _write(fields: dict[str, Any]) -> dict[str, Any]:
     types = [FULL if name == GLOBAL else name for name in mixer_keys.types_of(fields)]
     full = {"rope_type": fields["rope_scaling"], "rope_theta": fields["rope_theta"]}
@@ -246,6 +253,7 @@ GEMMA4 = ModelFamily(
     required=REQUIRED,
     read=_read_with_experts,
     write=_write_with_experts,
+    is_unread=_is_unread,
     canonical=OF_FAMILY["tensors"] | OF_INPUTS | OF_EXPERTS,
     expert_files=ExpertFiles("experts.gate_up_proj", "experts.down_proj", only=True, module="experts"),
     **OF_FAMILY | {"tensors": OF_FAMILY["tensors"] | OF_INPUTS | OF_EXPERTS | IN_FILES},
