@@ -552,6 +552,8 @@ GEMMA4_E = dataclasses.replace(
     hidden_size_per_layer_input=16,
     vocab_size_per_layer_input=80,
 )
+UNTIED_GEMMA4 = dataclasses.replace(GEMMA4_EXPERTS, tie_word_embeddings=False)
+UNTIED_GEMMA4_E = dataclasses.replace(GEMMA4_E, tie_word_embeddings=False)
 STAGES_OF_GEMMA4 = dataclasses.replace(GEMMA4, num_hidden_layers=4)
 INPUTS_OF_GEMMA4 = dataclasses.replace(STAGES_OF_GEMMA4, hidden_size_per_layer_input=16)
 MUSE = dataclasses.replace(
@@ -675,7 +677,7 @@ def test_adapters_have_one_gradient_however_heads_are_divided(sizes):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("config", [WITH_EXPERTS, OLMO, MUSE, GRANITE_4, NEMOTRON])
+@pytest.mark.parametrize("config", [WITH_EXPERTS, OLMO, MUSE, GRANITE_4, NEMOTRON, UNTIED_GEMMA4, UNTIED_GEMMA4_E])
 def test_trains_alike_under_every_placement(tmp_path, config):
     """To the bit: with everything offloaded, updated under the next forward pass, and in files."""
     model = decoder_model.build(config)
@@ -688,15 +690,6 @@ def test_trains_alike_under_every_placement(tmp_path, config):
         folder.mkdir()
         in_files = Small(model=model, batch=(2, 8, 16), nvme_path=str(folder), overlap_update=late, **NVME_ALL)
         assert in_files.train(batches) == losses
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("config, late", [*itertools.product([GEMMA4, GEMMA4_E], [False, True])])
-def test_offloads_change_no_bit_of_gemma4(config, late):
-    """With one microbatch per fetch: more of them, and files, change the last digits of the norm of its gradient."""
-    model = decoder_model.build(config)
-    batches = [tokens(2, 8, 16, seed=i) for i in range(3)]
-    assert Small(model=model, overlap_update=late, **ALL).train(batches) == Small(model=model).train(batches)
 
 
 @pytest.mark.full
