@@ -39,7 +39,7 @@ from test_qwen3_5 import GROWN, ByLayer, assert_close, in_float64, mean_loss  # 
 from surojax import ConfigError, default_config
 from surojax.assembly.from_config import architecture
 from surojax.config.checks import check
-from surojax.exchange import config_json, expert_tensors, gguf, joined_rows
+from surojax.exchange import adapter_config, config_json, expert_tensors, gguf, joined_rows, peft
 from surojax.exchange.gguf import open_file
 from surojax.exchange.gguf_export import gguf_metadata
 from surojax.exchange.huggingface import model_fields, read_config
@@ -47,6 +47,7 @@ from surojax.exchange.model_tensors import SINGLE, Weights, check_tensors, descr
 from surojax.exchange.naming import naming_of, number_of_layers
 from surojax.families.registry import FAMILIES
 from surojax.models import decoder_model
+from surojax.models.channels import in_channels, tokens_in
 from surojax.models.decoder_config import LATENT, DecoderConfig
 from surojax.models.kinds.latent_attention import LatentAttention
 from surojax.models.lora import Lora
@@ -293,6 +294,29 @@ def test_keys_of_layers_that_share_them_are_left_aside(tmp_path):
     rest = weights | {table: weights[table][:, :-1]}
     with pytest.raises(ConfigError, match=r"embed_tokens_per_layer.*: expected \[40, 4\], .*, got \[40, 27\]"):
         check_tensors(Weights(written(tmp_path / "narrow", "gemma4_e", rest)), model_of("gemma4_e"))
+
+
+def test_adapters_of_what_all_layers_share_are_refused(tmp_path):
+    """PEFT's all-linear has them; those of the layers are read."""
+    model, naming = model_of("gemma4_e"), naming_of(given("gemma4_e"))
+    lora = Lora(2, 4.0, target_names("per_layer_input_gate,per_layer_projection", config_of("gemma4_e")))
+    shapes = peft.tensor_shapes(lora, model)
+    assert len(shapes) == 2 * 2 * 7
+    config = adapter_config.adapter_config_of(lora, model, "base", naming)
+    assert config["target_modules"] == ["per_layer_input_gate", "per_layer_projection"]
+    files = {name: np.ones(shape, np.float32) for name, shape in shapes.items()}
+    safetensors.numpy.save_file(files, tmp_path / peft.TENSORS)
+    (tmp_path / adapter_config.CONFIG).write_text(json.dumps(config))
+    assert set(peft.read_adapter(tmp_path, model, naming).matrices) == {"layer_input.gate", "layer_input.projection"}
+    names = [*config["target_modules"], "per_layer_model_projection"]
+    (tmp_path / adapter_config.CONFIG).write_text(json.dumps(config | {"target_modules": names}))
+    with pytest.raises(ConfigError, match=r"target_modules: expected modules among .*, got 'per_layer_model_projecti"):
+        peft.read_adapter(tmp_path, model, naming)
+
+
+def test_ids_pass_layers_as_they_are():
+    ids = jnp.asarray([[0, 1, 255, 256, 257, 65535, 65536, 262143, 2**24 - 1]])
+    np.testing.assert_array_equal(tokens_in(in_channels(ids, "bfloat16")), ids)
 
 
 @pytest.mark.parametrize("case", ("v3", "v2_lite"))
