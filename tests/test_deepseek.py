@@ -574,6 +574,7 @@ GEMMA4_E = dataclasses.replace(
     num_kv_shared_layers=2,
     use_double_wide_mlp=True,
     hidden_size_per_layer_input=16,
+    rms_norm_eps=1e-2,
     vocab_size_per_layer_input=80,
 )
 UNTIED_GEMMA4 = dataclasses.replace(GEMMA4_EXPERTS, tie_word_embeddings=False)

@@ -53,6 +53,10 @@ class Channels(NamedTuple):
         """The number of all channels."""
         return self.hidden + sum(self.sizes.values())
 
+    def stream(self, x_BSW: jax.Array) -> jax.Array:
+        """The residual stream `[..., D]` alone."""
+        return x_BSW[..., : self.hidden] if self.sizes else x_BSW
+
     def split(self, x_BSW: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
         """Splits the array into (x `[B, S, D]`, what is beside it by name)."""
         found, start = {}, self.hidden

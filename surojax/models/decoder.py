@@ -327,9 +327,7 @@ class Decoder(nnx.Module):
                 name, l = places[number]
                 graph, weights, _ = segments[name]
                 x_BSD, _ = layer(variant, graph)(x_BSD, jax.tree.map(lambda w, l=l: w[l], weights))
-        x_BSD = Operations().norm(
-            x_BSD[..., : c.hidden_size], self.outer.norm[...], c.rms_norm_eps, c.final_norm_plus_one
-        )
+        x_BSD = Operations().norm(c.channels.stream(x_BSD), self.outer.norm[...], c.rms_norm_eps, c.final_norm_plus_one)
         if c.head == SCORE:
             return linear(x_BSD, self.outer.score[...])
         x_BSD = times(1 / c.logits_scaling, x_BSD)

@@ -104,7 +104,7 @@ def _build(config: DecoderConfig, compute: Compute, block_type: type[Block]) -> 
     by_xla = Compute(attention="xla")
 
     def normed(compute: Compute, outer, x):
-        x = x[..., : config.hidden_size]
+        x = config.channels.stream(x)
         y = Operations(compute).norm(x, outer["norm"], config.rms_norm_eps, config.final_norm_plus_one)
         return times(1 / scaling, y)
 
