@@ -262,7 +262,7 @@ def computed(config: DecoderConfig, weights: Weights) -> np.ndarray:
     model = decoder_model.build(config)
     layer, outer = readers(weights)
     outer_weights = jax.tree.map(jnp.asarray, outer(model))
-    x_BSD = first_input(model, outer_weights, TOKENS)
+    x_BSD = first_input(model, outer_weights, jnp.asarray(TOKENS))
     places = {number: (segment, l) for segment in model.segments for l, number in enumerate(segment.numbers)}
     for number in sorted(places):
         segment, l = places[number]

@@ -177,7 +177,7 @@ class Block(nnx.Module):
         x_BSD, new, routed = self._of_stream(x_BSD, ops, cache, routing)
         beside = ops.beside
         if isinstance(new, Kept):
-            beside, new = beside | new.beside, new.new
+            beside, new = {**beside, **new.beside}, new.new
         return (self.config.channels.joined(x_BSD, beside) if beside else x_BSD), new, routed
 
     def _split(self, x_BSD: jax.Array, ops: Operations) -> tuple[jax.Array, Operations]:

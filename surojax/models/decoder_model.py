@@ -116,7 +116,6 @@ def _build(config: DecoderConfig, compute: Compute, block_type: type[Block]) -> 
     return Model(
         vocab_size=config.vocab_size,
         hidden_size=config.hidden_size,
-        channels=config.channels,
         compute=compute,
         segments=tuple(segments),
         outer_params=params[OUTER],
@@ -131,6 +130,7 @@ def _build(config: DecoderConfig, compute: Compute, block_type: type[Block]) -> 
         embedding_scale=config.embedding_scale,
         logit_softcap=softcap,
         draws=_draws(config, compute),
+        beside=config.channels.sizes,
     )
 
 
