@@ -16,7 +16,7 @@ from surojax.numerics import base_formats
 from surojax.numerics.quantized import dequantise_all
 from surojax.placement.param import OUTER
 from surojax.resources import FreeMemory, free_memory
-from surojax.step.outer import embed
+from surojax.step.outer import first_input
 from surojax.step.passes import Lane
 from surojax.step.stream import Flight, Layer, Stream, over
 from surojax.step.weights import loops_over
@@ -103,7 +103,7 @@ def routed_logits(model: Model, weights, tokens_BS: jax.Array, cache, start: jax
     Layers without a router have zeros, and k is 0 if no layer has one.
     """
     choices = max(segment.choices for segment in model.segments)
-    x_BSD = embed(model, weights[OUTER]["embed"], tokens_BS)
+    x_BSD = first_input(model, weights[OUTER], tokens_BS)
     routes_LBSk = jnp.zeros((model.num_layers, *tokens_BS.shape, choices), jnp.int32)
 
     def layer(segment: Segment, l, w, variant: Variant, carry):
@@ -122,7 +122,7 @@ def routed_logits(model: Model, weights, tokens_BS: jax.Array, cache, start: jax
 
 def hidden(model: Model, weights, tokens_BS: jax.Array) -> jax.Array:
     """Computes the last block's output `[B, S, D]` for whole sequences, without the final norm."""
-    x_BSD = embed(model, weights[OUTER]["embed"], tokens_BS)
+    x_BSD = first_input(model, weights[OUTER], tokens_BS)
 
     def layer(segment: Segment, l, w, variant: Variant, x_BSD):
         return segment.block(w, x_BSD, None, variant)[0]

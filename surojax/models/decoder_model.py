@@ -104,6 +104,7 @@ def _build(config: DecoderConfig, compute: Compute, block_type: type[Block]) -> 
     by_xla = Compute(attention="xla")
 
     def normed(compute: Compute, outer, x):
+        x = config.channels.stream(x)
         y = Operations(compute).norm(x, outer["norm"], config.rms_norm_eps, config.final_norm_plus_one)
         return times(1 / scaling, y)
 
@@ -129,6 +130,7 @@ def _build(config: DecoderConfig, compute: Compute, block_type: type[Block]) -> 
         embedding_scale=config.embedding_scale,
         logit_softcap=softcap,
         draws=_draws(config, compute),
+        beside=config.channels.sizes,
     )
 
 
@@ -166,7 +168,7 @@ def _segment(
         params=params,
         variants=tuple(variants[number] for number in numbers),
         mixer=kinds.mixer,
-        targets=frozenset(target.matrix for kind in kinds for target in kind.targets()),
+        targets=frozenset(target.matrix for kind in kinds.all for target in kind.targets()),
         init=functools.partial(init_layer, config, name, block=block_type),
         block=block,
         block_forward=block_forward,

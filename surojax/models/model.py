@@ -15,7 +15,8 @@ dimension.
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
@@ -24,6 +25,7 @@ from flax import nnx
 
 from surojax.declared import AT_LEAST_1, Facts, declare, section_of
 from surojax.models.attention import IMPLEMENTATIONS
+from surojax.models.channels import Channels
 from surojax.models.kinds.sublayer import LayerKinds, Mixer
 from surojax.models.order import LayerRef
 from surojax.numerics.fp8 import Sites
@@ -226,6 +228,9 @@ class Model:
     init_outer: seed -> new float32 arrays. final: (outer, x) -> x normed for the head. logits: (outer, x `[..., D]`) ->
     `[..., V]` float32, by XLA. rebuild: Compute -> this model computed so.
 
+    beside: channels that layers hand on beside the residual stream, by name (channels.py). outer_params has the weights
+    LAYER_INPUT_NORM of what is beside, if the layers have inputs of their own.
+
     embedding_norm_eps: of an RMSNorm without weights on the embedding; None: there is none. embedding_scale: what the
     embedding is multiplied by then, rounded to its dtype first. logit_softcap: the head's products
     z become cap tanh(z / cap); 0: they are the logits. draws: training draws random numbers in the blocks.
@@ -247,6 +252,12 @@ class Model:
     embedding_scale: float = 1.0
     logit_softcap: float = 0.0
     draws: bool = False
+    beside: Mapping[str, int] = MappingProxyType({})
+
+    @property
+    def channels(self) -> Channels:
+        """The channels of what layers hand on."""
+        return Channels(self.hidden_size, self.beside)
 
     @property
     def precision(self) -> Precision:

@@ -139,5 +139,5 @@ def device_traffic(run: Assembly, batch: BatchShape) -> int:
     gradients = 2 * k * itemsize(run, "grads") * trained
     state = sum(map(leaf_bytes, jax.tree.leaves((run.plan.master, run.plan.moments))))
     tokens = batch.tokens // devices_per_sequence(run.mesh)
-    residuals = 2 * k * layer_sizes.layers_of(run) * tokens * run.model.hidden_size * work
+    residuals = 2 * k * layer_sizes.layers_of(run) * tokens * run.model.channels.all * work
     return round(weights + gradients + 2 * state + residuals)
