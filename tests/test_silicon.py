@@ -187,8 +187,8 @@ def test_only_and_done_choose_items(tmp_path, monkeypatch):
 # -- All of it, dry ----------------------------------------------------------------------------------------------------
 
 
-# Items of steps run the same code with other flags, which `test_every_step_is_a_config_that_fits` checks. The others are
-# of a command or function, or profile, keep a log, have toy sizes, or another number of steps.
+# Items of steps run the same code with other flags, which `test_every_step_is_a_config_that_fits` checks. The others
+# are of a command or function, or profile, keep a log, have toy sizes, or another number of steps.
 DRY = [
     item
     for item in silicon.ITEMS
