@@ -164,12 +164,13 @@ class SimulatedStep:
         events: list[TimelineEvent] = []
         now = 0.0
 
-        def draw(name: str, kind: str, stream: str, loop: str, begin: float, seconds: float) -> None:
+        def draw(name: str, kind: str, stream: str, loop: str, begin: float, seconds: float, size: float = 0.0) -> None:
             if seconds:
-                events.append(TimelineEvent(name, kind, stream, loop, begin, begin + seconds, 0.0))
+                events.append(TimelineEvent(name, kind, stream, loop, begin, begin + seconds, size))
 
         for each in passes.values():
-            draw("files", DISKS, DISKS, each.name, now, each.on_disk)
+            in_files = sum(moved([part for part, _ in each.parts]))
+            draw("files", DISKS, DISKS, each.name, now, each.on_disk, in_files)
             for part, of_program in each.parts:
                 events += of_program.since(now)
                 now += of_program.seconds

@@ -70,7 +70,6 @@ def plan_table(p: Plan) -> str:
         sizes = _cells([x["bytes"], x["textbook_bytes"]], unit)
         lines.append(f"  {x['op'] + ' over ' + x['axis']:<30}{x['count'] or '-':>8}{sizes}")
     lines += [f"  {name:<30}{'':>8}{_cells([size], unit)}" for name, size in moved.items()]
-    lines += overlap_lines(p)
     if p.disks:
         lines += ["", f"disks: {p.disks}", wear(p.gpus_per_node * p.nvme_write_bytes, p.drive_tbw)]
     return "\n".join([*lines, *prediction_lines(p), "", *verdict(p)])
@@ -87,28 +86,6 @@ def memory_rows(p: Plan) -> dict[str, list[int]]:
 def _cells(sizes: Iterable[float], unit: float) -> str:
     """Sizes in a unit as cells of a row, "-" for 0."""
     return "".join(f"{size / unit:>10.2f}" if size else f"{'-':>10}" for size in sizes)
-
-
-def overlap_lines(p: Plan) -> list[str]:
-    """A table of the transfers in loops: how many are asynchronous, overlap with products, or run in both directions.
-
-    A loop is named by the number of its products and by how often it runs.
-    """
-    names = {"h2d": "host to device", "d2h": "device to host"}
-    found: dict[tuple, list[int]] = {}
-    for x in p.overlap:
-        loop = (-x["products"], f"{x['products']} products, {x['times']} x") if x["products"] else (0, "update")
-        row = found.setdefault((*loop, names.get(x["kind"], x["kind"])), [0, 0, 0, 0])
-        marks = True, x["asynchronous"], x["waited"] > x["started"], x["both_ways"]
-        row[:] = [total + x["count"] * mark for total, mark in zip(row, marks, strict=True)]
-    if not found:
-        return []
-    head = f"  {'transfers in loops':<38}{'count':>7}{'asynchronous':>14}{'beside products':>17}{'both ways':>11}"
-    rows = (
-        f"  {f'{loop}: {kind}':<38}{n:>7}{a:>14}{w:>17}{b:>11}"
-        for (_, loop, kind), (n, a, w, b) in sorted(found.items())
-    )
-    return ["", head, *rows]
 
 
 def prediction_lines(p: Plan) -> list[str]:

@@ -1,10 +1,10 @@
 """The plan of a run: the memory and the traffic of the compiled step, and a prediction of its time.
 
 The real step is compiled for the named GPU on this machine, which needs no GPU (`aot`). Memory, collectives and host
-copies are read from the compiled program (`hlo`), and so is their overlap with matrix products. The program is
-simulated to predict its time (`prediction`). Each collective is reported with its textbook bytes
-(`step_collectives`). If the compiler for GPUs is not installed, memory is estimated by `footprint`, traffic by
-`step_collectives` and `traffic`, time by `roofline`, and `Plan.estimate` is True.
+copies are read from the compiled program (`hlo`), which is simulated to predict its time (`prediction`). Each
+collective is reported with its textbook bytes (`step_collectives`). If the compiler for GPUs is not installed, memory
+is estimated by `footprint`, traffic by `step_collectives` and `traffic`, time by `roofline`, and `Plan.estimate` is
+True.
 """
 
 import dataclasses
@@ -90,7 +90,6 @@ class Plan(Prediction):
     disks: str  # of a machine, that hold files; "" without files
     drive_tbw: float = 0.0  # TB that these disks are made for, together
     bubble: float  # fraction of a step in which a stage of `pp` idles, see `stages.bubble`; 0 without stages
-    overlap: list[dict[str, Any]] = dataclasses.field(default_factory=list)  # `hlo.Transfer`s in loops
     # {"count", "bytes", "largest"}: operations that XLA recomputes to save memory
     rematerialised: dict[str, Any] = dataclasses.field(default_factory=lambda: hlo.rematerialised([]))
     estimated_step_s: float | None = None  # by roofline.py, if nothing was compiled
@@ -280,7 +279,6 @@ def _compiled(
         "host_temp_bytes": max(x.host_temp_bytes + x.host_output_bytes for x in compiled),
         "collectives": hlo.collectives(modules, mesh.shape),
         **copies,
-        "overlap": [dataclasses.asdict(x) for module, _ in modules for x in hlo.overlaps(module)],
         "rematerialised": hlo.rematerialised(modules),
         "nvme_read_bytes": read // run.mesh.size,
         "nvme_write_bytes": written // run.mesh.size,
