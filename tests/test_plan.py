@@ -96,6 +96,13 @@ class PlanWithTransfers(Plan):
     overlap: list[dict]
 
 
+def compiled_plan(c, gpu: str = FIRST) -> str:
+    """A `PlanWithTransfers` as JSON."""
+    with transfers.recorded() as rows:
+        found = planner.plan(c, gpu) if gpu == FIRST else planner.plan_in_subprocess(c, gpu)
+    return json.dumps(dataclasses.asdict(found) | {"overlap": [dataclasses.asdict(x) for x in rows]})
+
+
 @pytest.fixture(scope="session")
 def planned(tmp_path_factory):
     """(config, GPU) -> its plan, compiled by one of the test processes and read by all."""
@@ -109,10 +116,7 @@ def planned(tmp_path_factory):
         with file.with_suffix(".lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not file.exists():
-                with transfers.recorded() as rows:
-                    found = planner.plan(c, gpu) if gpu == FIRST else planner.plan_in_subprocess(c, gpu)
-                overlap = {"overlap": [dataclasses.asdict(x) for x in rows]}
-                file.write_text(json.dumps(dataclasses.asdict(found) | overlap))
+                file.write_text(compiled_plan(c, gpu))
         return PlanWithTransfers(**json.loads(file.read_text()))
 
     return get
@@ -724,7 +728,7 @@ def test_unoptimised_kernels_change_nothing_else(planned, monkeypatch):
     c = config(gpus=1, offload_optimizer=True, **BLOCKS)
     fast = planned(c)
     monkeypatch.setattr(aot, "XLA_OPTIONS", {"xla_gpu_enable_triton_gemm": False})
-    assert planner.plan(c, FIRST) == Plan(**json.loads(json.dumps(dataclasses.asdict(fast))))
+    assert PlanWithTransfers(**json.loads(compiled_plan(c))) == fast
 
 
 @pytest.mark.parametrize("has_driver", [False, True])
