@@ -9,6 +9,8 @@ log2 N passes, each adding pairs that are 1, 2, 4, ... apart), and each row of t
 import jax
 import jax.numpy as jnp
 
+from surojax.numerics.rounding import materialised
+
 PIECE_BYTES = 32 << 20  # float32 values that are scanned at a time; an H100 caches 50 MB
 MIN_COLUMNS = 32  # of a piece: fewer are read in transactions of which a part is not used
 
@@ -25,7 +27,8 @@ def _add_one_by_one(table_VD: jax.Array, rows_N: jax.Array, values_ND: jax.Array
     """As `add_rows`, on a processor, where XLA adds rows one after another."""
     rows_N = jnp.where(rows_N < 0, len(table_VD), rows_N)  # else they count from the end
     sums_VD = table_VD.astype(jnp.float32).at[rows_N].add(values_ND.astype(jnp.float32), mode="drop")
-    return sums_VD.astype(table_VD.dtype)
+    # Without the barrier XLA adds what is added next, the gradient of a tied head, before the rows, if it sees both.
+    return materialised(sums_VD.astype(table_VD.dtype))
 
 
 def _add_sorted(table_VD: jax.Array, rows_N: jax.Array, values_ND: jax.Array) -> jax.Array:
