@@ -102,10 +102,9 @@ class Grpo(OfLogProbabilities):
 
     def count(self, targets: Targets) -> jax.Array:
         """See `Objective`: tokens with dapo, else completions."""
-        counted = self.counted(targets)
         if self.settings.grpo_loss_type == "dapo":
-            return jnp.sum(counted, dtype=jnp.int32)
-        return num_groups(counted, targets, 1)
+            return super().count(targets)
+        return num_groups(self.counted(targets), targets, 1)
 
     def sums(self, logprob_BS: jax.Array, targets: Targets) -> Sums:
         """See `OfLogProbabilities`."""

@@ -97,8 +97,20 @@ class WithWidths(Protocol):
         ...
 
 
+class OfLabels:
+    """The terms of most objectives: tokens with a label >= 0. Members of an `Objective`."""
+
+    def counted(self, targets: Targets) -> jax.Array:
+        """See `Objective`."""
+        return targets[LABELS] >= 0
+
+    def count(self, targets: Targets) -> jax.Array:
+        """See `Objective`."""
+        return jnp.sum(self.counted(targets), dtype=jnp.int32)
+
+
 @dataclasses.dataclass(frozen=True)
-class CrossEntropy:
+class CrossEntropy(OfLabels):
     """Cross-entropy of the next token, in nats. Labels < 0 are ignored and not counted.
 
     With an array of `WEIGHTS` among the targets, the gradients are those of a weighted sum; the loss is without them.
@@ -107,14 +119,6 @@ class CrossEntropy:
 
     z_loss: float = 0.0
     targets: tuple[str, ...] = ("labels",)
-
-    def counted(self, targets: Targets) -> jax.Array:
-        """See `Objective`."""
-        return targets["labels"] >= 0
-
-    def count(self, targets: Targets) -> jax.Array:
-        """See `Objective`."""
-        return jnp.sum(self.counted(targets), dtype=jnp.int32)
 
     def loss_and_gradients(
         self, model: Model, used: dict, trained: Sequence[str], x_ND: jax.Array, targets: Targets, scale, axes: Axes
@@ -167,7 +171,7 @@ class CrossEntropy:
 
 
 @dataclasses.dataclass(frozen=True)
-class LossOfLogits:
+class LossOfLogits(OfLabels):
     """An objective made of a function of each token's logits, which JAX differentiates.
 
     Tokens whose label is below 0 are not counted, and their loss is 0.
@@ -177,14 +181,6 @@ class LossOfLogits:
 
     of_tokens: Callable[[jax.Array, jax.Array], jax.Array]
     targets: tuple[str, ...] = ("labels",)
-
-    def counted(self, targets: Targets) -> jax.Array:
-        """See `Objective`."""
-        return targets["labels"] >= 0
-
-    def count(self, targets: Targets) -> jax.Array:
-        """See `Objective`."""
-        return jnp.sum(self.counted(targets), dtype=jnp.int32)
 
     def loss_and_gradients(
         self, model: Model, used: dict, trained: Sequence[str], x_ND: jax.Array, targets: Targets, scale, axes: Axes
@@ -253,7 +249,7 @@ class OfTokens(Protocol):
         ...
 
 
-class OfLogProbabilities(abc.ABC):
+class OfLogProbabilities(OfLabels, abc.ABC):
     """An objective that is a function of the log-probabilities of all labels: two sweeps over the slices, see above.
 
     of_tokens: what computes the log-probabilities, or other numbers of the tokens in their place.
@@ -271,14 +267,6 @@ class OfLogProbabilities(abc.ABC):
     @abc.abstractmethod
     def metrics(self) -> tuple[str, ...]:
         """The names of the sums besides the loss."""
-
-    def counted(self, targets: Targets) -> jax.Array:
-        """See `Objective`."""
-        return CrossEntropy().counted(targets)
-
-    @abc.abstractmethod
-    def count(self, targets: Targets) -> jax.Array:
-        """See `Objective`."""
 
     @abc.abstractmethod
     def sums(self, logprob_BS: jax.Array, targets: Targets) -> Sums:
@@ -357,10 +345,6 @@ class LogProbabilitiesOfTokens(OfLogProbabilities):
     sequence_len: int
     targets: tuple[str, ...] = (LABELS, POSITION)
     metrics: tuple[str, ...] = (LogProbabilities.ROWS,)
-
-    def count(self, targets: Targets) -> jax.Array:
-        """See `Objective`: tokens."""
-        return CrossEntropy().count(targets)
 
     def sums(self, logprob_BS: jax.Array, targets: Targets) -> Sums:
         """See `OfLogProbabilities`. A device has zeros for the tokens of others."""
