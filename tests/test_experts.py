@@ -35,7 +35,7 @@ from surojax.assembly.from_config import architecture
 from surojax.config import flags
 from surojax.config.checks import check
 from surojax.exchange import config_json
-from surojax.exchange.gguf import open_file
+from surojax.exchange.gguf_file import open_file
 from surojax.exchange.huggingface import model_fields, read_config
 from surojax.exchange.model_tensors import SINGLE, Weights, check_tensors, stacks, tensors_by_name
 from surojax.models import decoder, decoder_config, decoder_model, grouped, operations, router_losses

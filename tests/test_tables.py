@@ -8,7 +8,7 @@ import pytest
 
 from pallas_kernels import shapes
 from surojax.data import decompression, entries, run_data, templates
-from surojax.exchange import export, gguf, gguf_export, missing, peft, shards
+from surojax.exchange import export, gguf_export, gguf_file, gguf_metadata, missing, peft, shards
 from surojax.families import family, gemma
 from surojax.models import lora, operations
 from surojax.planner import choices, costs, drives, gpus, hlo, plan_text, products, rates, roofline
@@ -24,8 +24,8 @@ from surojax.run import trackers
         run_data.OF_ANSWERS,
         templates.CONTROL_TOKENS,
         export.DTYPES,
-        {name: x for name, x in gguf.ARCHITECTURE_OF.items() if name not in ("deepseek_v2", "glm4_moe_lite")},
-        gguf.SIZES,
+        {name: x for name, x in gguf_file.ARCHITECTURE_OF.items() if name not in ("deepseek_v2", "glm4_moe_lite")},
+        gguf_metadata.SIZES,
         gguf_export.DTYPES,
         missing.WRAPPERS,
         peft.SUFFIXES,

@@ -1,6 +1,6 @@
-"""Exports a model to a GGUF file, the format of llama.cpp, with the names and keys that gguf.py reads.
+"""Exports a model to a GGUF file, the format of llama.cpp, with the names and keys that gguf_metadata.py reads.
 
-Metadata is written if gguf.py reads the same model from it, and refused else: a key that llama.cpp would need and that
+Metadata is written if that reads the same model from it, and refused else: a key that llama.cpp would need and that
 is not written, such as one of a sliding window, is noticed so. Tensors are read, quantised and written one at a time.
 Vectors, such as weights of norms, stay in float32: llama.cpp has no other products with them.
 """
@@ -16,9 +16,9 @@ import numpy as np
 from surojax.errors import ConfigError, nearest_name
 from surojax.exchange import config_json
 from surojax.exchange.export import problem_beside, unfinished_beside
-from surojax.exchange.gguf import (
-    ARCHITECTURE_OF,
-    FAMILIES,
+from surojax.exchange.gguf import is_permuted, parts_of, permuted, transform_of
+from surojax.exchange.gguf_file import ARCHITECTURE_OF, FAMILIES, Contents, GgufEntry
+from surojax.exchange.gguf_metadata import (
     FREQUENCIES,
     HEAD_DIM,
     MAGNITUDE,
@@ -27,15 +27,9 @@ from surojax.exchange.gguf import (
     SCALING_TYPE,
     SIZES,
     WINDOWED,
-    Contents,
-    GgufEntry,
     implied_magnitude,
-    is_permuted,
     metadata_config,
-    parts_of,
-    permuted,
     rope_divisors,
-    transform_of,
 )
 from surojax.exchange.huggingface import model_fields
 from surojax.exchange.joined_rows import part_of_rows, shape_of_all
@@ -179,7 +173,7 @@ def export_gguf(
 def gguf_metadata(source: dict[str, Any], path: Path) -> tuple[dict[str, Any], dict[str, np.ndarray], dict[str, Any]]:
     """Makes (metadata, vectors that say settings, config.json) for a model with this config.json.
 
-    path: of the file, for messages. Raises ConfigError unless gguf.py reads the same model from them.
+    path: of the file, for messages. Raises ConfigError unless gguf_metadata.py reads the same model from them.
     """
     fields = model_fields(source)
     families = {name: registry.FAMILIES[name] for name in ARCHITECTURE_OF}
