@@ -11,13 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import gguf
+import jax
 import numpy as np
 
 from surojax.errors import ConfigError, nearest_name
 from surojax.exchange import config_json
 from surojax.exchange.export import problem_beside, unfinished_beside
 from surojax.exchange.gguf import is_permuted, parts_of, permuted, transform_of
-from surojax.exchange.gguf_file import ARCHITECTURE_OF, FAMILIES, Contents, GgufEntry
+from surojax.exchange.gguf_file import FAMILIES, OF_FAMILY, Contents, GgufEntry, gguf_of
 from surojax.exchange.gguf_metadata import (
     FREQUENCIES,
     HEAD_DIM,
@@ -35,13 +36,14 @@ from surojax.exchange.huggingface import model_fields
 from surojax.exchange.joined_rows import part_of_rows, shape_of_all
 from surojax.exchange.model_tensors import Tensors, params, shapes
 from surojax.families import registry
-from surojax.families.family import TENSOR_NAMES
+from surojax.families.family import TENSOR_NAMES, Gguf
 from surojax.families.names import renamed
 from surojax.families.registry import tensor_names
 from surojax.families.window_keys import SLIDING
 from surojax.models.decoder_config import channels
+from surojax.models.kinds.targets import WITHOUT_EXPERTS
 from surojax.models.model import Model
-from surojax.placement.param import Kind as ParamKind
+from surojax.placement.param import Kind as ParamKind, base
 from surojax.untrusted import expanded
 
 Kind = gguf.GGMLQuantizationType
@@ -109,7 +111,8 @@ def export_gguf(
     metadata, vectors, config = gguf_metadata(source, path)
     kinds = _kinds(model, dtype)
     family = FAMILIES[metadata["general.architecture"]]
-    stored_as = {renamed(name, tensor_names(family.names.keys()), family.names): name for name in kinds}
+    table = _table_of(model, family)
+    stored_as = {renamed(name, table, family.names): name for name in kinds}
     expected = shapes(model)
     of_head = metadata[f"{metadata['general.architecture']}.{HEAD_DIM[0]}"]
 
@@ -176,7 +179,7 @@ def gguf_metadata(source: dict[str, Any], path: Path) -> tuple[dict[str, Any], d
     path: of the file, for messages. Raises ConfigError unless gguf_metadata.py reads the same model from them.
     """
     fields = model_fields(source)
-    families = {name: registry.FAMILIES[name] for name in ARCHITECTURE_OF}
+    families = {name: registry.FAMILIES[name] for name in OF_FAMILY}
     positions = source.get("max_position_embeddings")
     if not isinstance(positions, int):
         raise ConfigError(
@@ -186,12 +189,12 @@ def gguf_metadata(source: dict[str, Any], path: Path) -> tuple[dict[str, Any], d
     try:
         said = config_json.made(fields, positions, {}, families, with_class=False)
         metadata, vectors = _metadata(said)
-        names = FAMILIES[ARCHITECTURE_OF[said["model_type"]]].names
+        family = gguf_of(said)
+        names = family.names
         entry = GgufEntry(Kind.F32, (said["vocab_size"], said["hidden_size"]), 0, 0)
         outer = ["embed", "norm"] + ([] if said["tie_word_embeddings"] else ["head"])
         entries = {names[ours]: entry for ours in outer}
-        present = FAMILIES[ARCHITECTURE_OF[said["model_type"]]].present
-        entries |= {names[ours].format(l=0): entry for key, ours in present.items() if said[key]}
+        entries |= {names[ours].format(l=0): entry for key, ours in family.present.items() if said[key]}
         entries |= dict.fromkeys(vectors, entry)
         back = _comparable(model_fields(metadata_config(Contents(path, metadata, entries), vectors)))
         wanted = _comparable(fields)
@@ -223,13 +226,10 @@ def _is_same(wanted: Any, back: Any) -> bool:
 
 def _metadata(said: dict[str, Any]) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     """Translates a config.json to a file's metadata and vectors: frequencies' divisors [h / 2], `filled` ones [h]."""
-    architecture = ARCHITECTURE_OF[said["model_type"]]
-    family = FAMILIES[architecture]
+    family = gguf_of(said)
+    architecture = family.architecture
     with_sizes = family.before_writing(said)
     keys = {ours: with_sizes[theirs] for ours, theirs in {**SIZES, **family.sizes}.items()}
-    if family.without_heads and family.without_heads in said["layer_types"]:
-        heads = keys["attention.head_count_kv"]
-        keys["attention.head_count_kv"] = [0 if x == family.without_heads else heads for x in said["layer_types"]]
     if family.window_period and with_sizes["sliding_window"]:
         keys[WINDOWED] = [kind == SLIDING for kind in said["layer_types"]]
     h = channels(said)
@@ -242,7 +242,7 @@ def _metadata(said: dict[str, Any]) -> tuple[dict[str, Any], dict[str, np.ndarra
     )
     if family.partial_rotary:
         keys[ROTATED] = int(h * said["partial_rotary_factor"])
-    scaling: dict[str, Any] = said["rope_scaling"] or {"rope_type": "none"}
+    scaling: dict[str, Any] = said.get("rope_scaling") or {"rope_type": "none"}
     vectors = {
         name.format(l=l): np.full(h, said[key] if key else 1, np.float32)
         for l in range(said["num_hidden_layers"])
@@ -260,6 +260,15 @@ def _metadata(said: dict[str, Any]) -> tuple[dict[str, Any], dict[str, np.ndarra
     floats |= {key for key in family.sizes if key.endswith(("scale", "log_multiplier", "softcapping"))}
     typed = {key: float(value) if key in floats else value for key, value in keys.items()}
     return {"general.architecture": architecture} | {f"{architecture}.{k}": v for k, v in typed.items()}, vectors
+
+
+def _table_of(model: Model, family: Gguf) -> dict[str, str]:
+    """Our names and Hugging Face's of those tensors of a family that the model's layers have, and of outer ones."""
+    own = {param.name for segment in model.segments for param in jax.tree.leaves(base(segment.params))}
+    table = tensor_names(family.names.keys())
+    return {
+        name: theirs for name, theirs in table.items() if "." not in name or name.removeprefix(WITHOUT_EXPERTS) in own
+    }
 
 
 def _kinds(model: Model, dtype: str) -> dict[str, Kind]:

@@ -15,16 +15,17 @@ import numpy as np
 from surojax.errors import ConfigError
 from surojax.exchange.finite import is_finite
 from surojax.families import registry
+from surojax.families.family import Gguf
 from surojax.own_files import Optional, check_form
 from surojax.untrusted import check_file
 
-ARCHITECTURE_OF = {  # by model_type
-    name: family.gguf.architecture or name for name, family in registry.FAMILIES.items() if family.gguf is not None
+OF_FAMILY = {  # by model_type
+    name: [x._replace(architecture=x.architecture or name) for x in (family.gguf, *family.further_gguf)]
+    for name, family in registry.FAMILIES.items()
+    if family.gguf is not None
 }
-MODEL_TYPE_OF = {architecture: name for name, architecture in ARCHITECTURE_OF.items()}
-FAMILIES = {  # by architecture
-    ARCHITECTURE_OF[name]: family.gguf for name, family in registry.FAMILIES.items() if family.gguf is not None
-}
+MODEL_TYPE_OF = {x.architecture: name for name, all_ in OF_FAMILY.items() for x in all_}
+FAMILIES = {x.architecture: x for all_ in OF_FAMILY.values() for x in all_}  # by architecture
 AGAIN = "fetch the file again"
 # Types of the metadata's values that are read before those of an architecture, see own_files.py.
 FORM = {"general.architecture": Optional(str), "split.count": Optional(range(2**16))}
@@ -45,6 +46,14 @@ class Contents(NamedTuple):
     path: Path
     metadata: dict[str, Any]
     tensors: dict[str, GgufEntry]
+
+
+def gguf_of(config: dict[str, Any]) -> Gguf:
+    """The files of models with this config.json. Raises ConfigError if no architecture has such models."""
+    described = [x for x in OF_FAMILY[config["model_type"]] if x.describes(config)]
+    if not described:
+        raise ConfigError(f"export: no architecture of {config['model_type']} has layers of all these kinds")
+    return described[0]
 
 
 def is_gguf(path: Path) -> bool:

@@ -84,8 +84,8 @@ def metadata_config(contents: Contents, numbers: Mapping[str, np.ndarray] | None
             f"not known for {architecture}"
         )
     given.setdefault("attention.head_count_kv", given.get("attention.head_count"))
-    by_layer = _layer_types(contents, given, family.without_heads) if family.without_heads else {}
-    by_layer |= _windows(contents, given, family.window_period) if family.window_period else {}
+    check_largest({"num_hidden_layers": given.get("block_count")}, f"model_path: {contents.path}: ")
+    windows = _windows(contents, given, family.window_period) if family.window_period else {}
     given = {"rope.freq_base": 10000.0, **family.defaults} | given
     further = given.get(FURTHER, 0) if family.further_layers else 0
     if isinstance(given.get("block_count"), int) and isinstance(further, int):
@@ -96,31 +96,38 @@ def metadata_config(contents: Contents, numbers: Mapping[str, np.ndarray] | None
     if missing:
         raise ConfigError(f"model_path: expected {missing[0]} in {contents.path}, got none; {AGAIN}")
     sizes = {theirs: given[ours] for ours, theirs in all_sizes.items()}
-    if several := [
-        x for x in (given["attention.head_count"], given["attention.head_count_kv"]) if not isinstance(x, int)
-    ]:
+    heads = [given[key] for key in ("attention.head_count", "attention.head_count_kv") if key not in family.by_layer]
+    if several := [x for x in heads if not isinstance(x, int)]:
         raise ConfigError(f"model_path: {contents.path}: expected equal layers, got head counts {several[0]}")
     for ours, theirs in all_sizes.items():
-        value = sizes[theirs]
+        value = 1 if ours in family.by_layer else sizes[theirs]
         if not (isinstance(value, int | float) and (value > 0 or (value == 0 and ours in family.sizes))):
             raise ConfigError(
                 f"model_path: {contents.path}: {ours}: expected a positive number, got {value!r}; {AGAIN}"
             )
     head_dim = given.get(HEAD_DIM[0]) or channels(sizes)
     check_largest(sizes | {"head_dim": head_dim}, f"model_path: {contents.path}: ")
+    for ours in family.by_layer:
+        theirs = all_sizes[ours]
+        sizes[theirs] = _of_layers(contents, ours, sizes[theirs], sizes["num_hidden_layers"])
+        check_largest({theirs: max(sizes[theirs])}, f"model_path: {contents.path}: ")
     if family.partial_rotary:
         sizes["partial_rotary_factor"] = given.pop(ROTATED, head_dim) / head_dim
     for key, expected in (dict.fromkeys(HEAD_DIM, head_dim) | OFF | dict(family.fixed)).items():
         if key not in family.sizes and given.get(key, expected) != expected:
             raise ConfigError(f"model_path: {contents.path}: {key}: expected {expected}, got {given[key]}")
+    layers = range(sizes["num_hidden_layers"])
     tokens = {f"{name}_token_id": metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("bos", "eos")}
     return family.after_reading(
         sizes
         | tokens
         | dict(family.implied)
-        | {key: names[ours].format(l=0) in contents.tensors for key, ours in family.present.items()}
+        | {
+            key: any(names[ours].format(l=l) in contents.tensors for l in layers)
+            for key, ours in family.present.items()
+        }
         | _filled(contents, family, sizes["num_hidden_layers"], head_dim, read)
-        | by_layer
+        | windows
         | {
             "model_type": MODEL_TYPE_OF[architecture],
             "head_dim": head_dim,
@@ -149,21 +156,15 @@ def _windows(contents: Contents, given: dict[str, Any], period: int) -> dict[str
     return {"layer_types": [SLIDING if x else FULL for x in slides]}
 
 
-def _layer_types(contents: Contents, given: dict[str, Any], without_heads: str) -> dict[str, list[str]]:
-    """Reads `layer_types` from the key/value heads of each layer, in whose place `given` has those of attention.
-
-    without_heads: the type of layers that have none. Raises ConfigError for layers with different numbers of them.
-    """
-    layers, heads = given.get("block_count"), given["attention.head_count_kv"]
-    of_layers = heads if isinstance(heads, list) else [heads] * (layers or 0)
-    different = sorted({n for n in of_layers if n})
-    if len(of_layers) != layers or len(different) > 1:
+def _of_layers(contents: Contents, name: str, said: Any, layers: int) -> list[int]:
+    """Reads a number for each layer, or the same one for all. Raises ConfigError for something else."""
+    numbers = said if isinstance(said, list) else [said] * layers
+    if len(numbers) != layers or any(type(n) is not int or n < 0 for n in numbers):
         raise ConfigError(
-            f"model_path: {contents.path}: attention.head_count_kv: expected a number for each of {layers} layers, the "
-            f"same or 0, got {str(heads)[:200]}; {AGAIN}"
+            f"model_path: {contents.path}: {name}: expected a whole number from 0 on for each of {layers} layers, got "
+            f"{str(said)[:200]}; {AGAIN}"
         )
-    given["attention.head_count_kv"] = different[0] if different else given.get("attention.head_count")
-    return {"layer_types": ["full_attention" if n else without_heads for n in of_layers]}
+    return numbers
 
 
 def _filled(
