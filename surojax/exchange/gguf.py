@@ -18,6 +18,9 @@ from surojax.families.family import Gguf, GgufParts, GgufTransform
 from surojax.families.names import LAYER_NUMBER, by_our_name, find_tensor, renamed
 from surojax.families.registry import tensor_names
 
+# What newer files have of experts in place of two tensors: an expert's rows of gate, then those of up.
+GATE_UP, OF_GATE_UP = "ffn_gate_up_exps.weight", ("ffn_gate_exps.weight", "ffn_up_exps.weight")
+
 
 def unpermuted(rows: np.ndarray, head_dim: int) -> np.ndarray:
     """Reorders rows of queries or keys `[heads x head_dim, ...]` from neighbouring pairs to Hugging Face's halves."""
@@ -69,10 +72,12 @@ class GgufTensors:
         read = {name.format(l=l) for name in self._family.filled for l in range(first)}
         names = [name for name in self._contents.tensors if name not in {FREQUENCIES, *read, *self.left_aside}]
         self._joined = _joined_parts(names, self._family, to)
+        self._halves = _halves(names, self._family, to)
         of_parts = {name for _, parts in self._joined.values() for name in parts}
+        of_parts |= {name for name, _ in self._halves.values()}
         names = [name for name in names if name not in of_parts]
         self._theirs = by_our_name(names, lambda name: renamed(name, self._family.names, to), f"model_path: {path}")
-        if twice := sorted(self._joined.keys() & self._theirs.keys()):
+        if twice := sorted((self._joined.keys() | self._halves.keys()) & self._theirs.keys()):
             raise ConfigError(f"model_path: {path}: expected {twice[0]} whole or in parts, got both; {AGAIN}")
         for name in (*names, *of_parts):
             check_type(path, name, self._contents.tensors[name].kind)
@@ -82,7 +87,7 @@ class GgufTensors:
     def names(self) -> set[str]:
         """The names of all tensors."""
         whole = set(self._theirs) - {part.name for part in self._parts.values()}
-        return whole | self._parts.keys() | self._joined.keys()
+        return whole | self._parts.keys() | self._joined.keys() | self._halves.keys()
 
     def shape(self, name: str) -> tuple[int, ...]:
         """The shape of a tensor."""
@@ -90,6 +95,9 @@ class GgufTensors:
             return part.shape(self.shape(part.name))
         if name in self._joined:
             return self._joined_shape(name)
+        if name in self._halves:
+            experts, rows, *others = self._contents.tensors[self._halves[name][0]].shape
+            return (experts, rows // 2, *others)
         theirs = self._theirs[name]
         stored, transform = self._contents.tensors[theirs].shape, transform_of(theirs, self._family)
         return transform.shape(stored) if transform else stored
@@ -102,6 +110,9 @@ class GgufTensors:
             parts, theirs = self._joined[name]
             self._joined_shape(name)
             return parts.join([read_numbers(self._contents, part) for part in theirs], self._config)
+        if name in self._halves:
+            theirs, half = self._halves[name]
+            return np.split(read_numbers(self._contents, theirs), 2, axis=1)[half]
         theirs = self._theirs[name]
         numbers = read_numbers(self._contents, theirs)
         if transform := transform_of(theirs, self._family):
@@ -127,6 +138,16 @@ def _joined_parts(
             theirs = tuple(name.format(l=l) for name in parts.names)
             if there.issuperset(theirs):
                 found[to[ours].format(l=l)] = parts, theirs
+    return found
+
+
+def _halves(names: Iterable[str], family: Gguf, to: Mapping[str, str]) -> dict[str, tuple[str, int]]:
+    """Finds the tensors with gate and up of all experts: {our name: (name in the file, half of an expert's rows)}."""
+    found = {}
+    for name in names:
+        if name.endswith(GATE_UP) and set(OF_GATE_UP) <= {x.rpartition("}.")[2] for x in family.names.values()}:
+            for half, theirs in enumerate(OF_GATE_UP):
+                found[renamed(name.replace(GATE_UP, theirs), family.names, to)] = name, half
     return found
 
 

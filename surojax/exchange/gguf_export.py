@@ -43,6 +43,7 @@ from surojax.families.window_keys import SLIDING
 from surojax.models.decoder_config import channels
 from surojax.models.kinds.targets import WITHOUT_EXPERTS
 from surojax.models.model import Model
+from surojax.models.rotary import PROPORTIONAL
 from surojax.placement.param import Kind as ParamKind, base
 from surojax.untrusted import expanded
 
@@ -195,6 +196,8 @@ def gguf_metadata(source: dict[str, Any], path: Path) -> tuple[dict[str, Any], d
         outer = ["embed", "norm"] + ([] if said["tie_word_embeddings"] else ["head"])
         entries = {names[ours]: entry for ours in outer}
         entries |= {names[ours].format(l=0): entry for key, ours in family.present.items() if said[key]}
+        layers_with = {ours: family.before_writing(said)[key] for key, ours in family.layers_with.items()}
+        entries |= {names[ours].format(l=l): entry for ours, layers in layers_with.items() for l in layers}
         entries |= dict.fromkeys(vectors, entry)
         back = _comparable(model_fields(metadata_config(Contents(path, metadata, entries), vectors)))
         wanted = _comparable(fields)
@@ -214,6 +217,9 @@ def _comparable(fields: dict[str, Any]) -> dict[str, Any]:
     """Returns the `model` fields that a trained model's results depend on."""
     complete = config_json.normal(fields)
     del complete["initializer_range"]
+    if complete["rope_scaling"] == PROPORTIONAL:  # of which files say the number of rotated pairs of channels
+        h = complete["global_head_dim"] or complete["head_dim"]
+        complete["rope_partial_rotary_factor"] = int(complete["rope_partial_rotary_factor"] * h // 2)
     return complete
 
 
@@ -248,6 +254,8 @@ def _metadata(said: dict[str, Any]) -> tuple[dict[str, Any], dict[str, np.ndarra
         for l in range(said["num_hidden_layers"])
         for name, key in family.filled.items()
     }
+    if family.divisors and (divisors := family.divisors(said)) is not None:
+        vectors[FREQUENCIES] = divisors
     if scaling["rope_type"] == "llama3":
         vectors[FREQUENCIES] = rope_divisors(scaling, said["rope_theta"], h).astype(np.float32)
     elif scaling["rope_type"] != "none":
@@ -256,7 +264,13 @@ def _metadata(said: dict[str, Any]) -> tuple[dict[str, Any], dict[str, np.ndarra
         own = scaling.get("attention_factor")
         if own and "mscale_all_dim" not in scaling:  # llama.cpp computes it from that one
             keys[MAGNITUDE] = own / implied_magnitude(scaling["factor"])
-    floats = {"attention.layer_norm_rms_epsilon", "rope.freq_base", "rope.scaling.factor", MAGNITUDE}
+    floats = {
+        "attention.layer_norm_rms_epsilon",
+        "rope.freq_base",
+        "rope.freq_base_swa",
+        "rope.scaling.factor",
+        MAGNITUDE,
+    }
     floats |= {key for key in family.sizes if key.endswith(("scale", "log_multiplier", "softcapping"))}
     typed = {key: float(value) if key in floats else value for key, value in keys.items()}
     return {"general.architecture": architecture} | {f"{architecture}.{k}": v for k, v in typed.items()}, vectors

@@ -126,6 +126,10 @@ def metadata_config(contents: Contents, numbers: Mapping[str, np.ndarray] | None
             key: any(names[ours].format(l=l) in contents.tensors for l in layers)
             for key, ours in family.present.items()
         }
+        | {
+            key: [l for l in layers if names[ours].format(l=l) in contents.tensors]
+            for key, ours in family.layers_with.items()
+        }
         | _filled(contents, family, sizes["num_hidden_layers"], head_dim, read)
         | windows
         | {
@@ -199,6 +203,9 @@ def _rope_scaling(
     contents: Contents, read: Callable[[str], np.ndarray], given: dict, sizes: dict, head_dim: int
 ) -> dict[str, Any] | None:
     """Translates the metadata to the rope_scaling of a config.json; None without scaling."""
+    read_divisors = FAMILIES[contents.metadata["general.architecture"]].read_divisors
+    if FREQUENCIES in contents.tensors and read_divisors:
+        return read_divisors(read(FREQUENCIES).reshape(-1))
     if FREQUENCIES in contents.tensors:
         return _from_divisors(contents, read(FREQUENCIES), sizes["rope_theta"], head_dim)
     is_scaled = given.get("rope.scaling.factor") not in (None, 0, 1)

@@ -190,11 +190,14 @@ class Gguf(NamedTuple):
 
     neighbours: rows of queries and keys are in the order that rotates neighbouring channels of a head, see gguf.py.
     llama3_rope: the parameters, without the factor, of all models of the family whose rotary embedding is of the type
-    llama3: files have what these and the factor make of the frequencies; None: the family has no such models.
+    llama3: files have what these and the factor make of the frequencies; None: the family has no such models. divisors:
+    config.json -> what files of the family have there `[h / 2]`, or None for nothing; read_divisors: its inverse, as
+    rope_scaling, which raises ConfigError for other numbers.
     names: our names of tensors, and theirs. sizes: keys of the metadata after the architecture's name, and theirs in
     config.json, in addition to those of every family. fixed: such keys that say nothing here, with their only value.
     implied: keys of config.json that no file says, with the value that llama.cpp takes for them; implied_rope: likewise
     of rope_scaling. present: keys of config.json that are true if files have this tensor (our name) of any layer.
+    layers_with: keys that only before_writing and after_reading have: the numbers of the layers with this tensor.
     partial_rotary: the number of channels that rotate says partial_rotary_factor. by_layer: keys of the metadata that
     may have a number for each layer; between before_writing and after_reading config.json has these lists too, all as
     long as the layers when they are read. window_period: n if
@@ -212,12 +215,15 @@ class Gguf(NamedTuple):
 
     neighbours: bool = False
     llama3_rope: Mapping[str, float] | None = None
+    divisors: Callable[[dict[str, Any]], np.ndarray | None] | None = None
+    read_divisors: Callable[[np.ndarray], dict[str, Any]] | None = None
     names: Mapping[str, str] = GGUF_NAMES
     sizes: Mapping[str, str] = MappingProxyType({})
     fixed: Mapping[str, Any] = MappingProxyType({})
     implied: Mapping[str, Any] = MappingProxyType({})
     implied_rope: Mapping[str, Any] = MappingProxyType({})
     present: Mapping[str, str] = MappingProxyType({})
+    layers_with: Mapping[str, str] = MappingProxyType({})
     partial_rotary: bool = False
     by_layer: tuple[str, ...] = ()
     window_period: int = 0

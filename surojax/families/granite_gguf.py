@@ -121,6 +121,6 @@ WITH_MAMBA = Gguf(
     implied={mamba_keys.LIMITS: mamba_keys.UNLIMITED, "mamba_conv_bias": True},
     by_layer=("attention.head_count_kv",),
     transforms=mamba_gguf.TRANSFORMS,
-    parts=OF_JOINED | OF_SHARED | mamba_gguf.parts(OF_MAMBA),
+    parts=OF_JOINED | OF_SHARED | mamba_gguf.reshaped(OF_MAMBA),
     **ALWAYS,
 )

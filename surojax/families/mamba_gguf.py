@@ -45,7 +45,7 @@ def after_reading(config: dict[str, Any], names: Mapping[str, str]) -> dict[str,
     return {key: x for key, x in config.items() if key != INNER} | {names["mamba_d_head"]: inner // heads}
 
 
-def parts(names: Mapping[str, str]) -> dict[str, GgufParts]:
+def reshaped(names: Mapping[str, str]) -> dict[str, GgufParts]:
     """The vectors that files have in another shape. names: as for `sizes`."""
     heads, channels, groups = (names[name] for name in ("mamba_n_heads", "mamba_d_head", "mamba_n_groups"))
 

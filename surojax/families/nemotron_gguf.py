@@ -68,7 +68,7 @@ HOW: dict[str, Any] = {
     "defaults": {UNUSED_EPSILON: 0, **dict.fromkeys(GROUPS, 1)},
     "by_layer": (HEADS_KEY, WIDTH_KEY),
     "transforms": mamba_gguf.TRANSFORMS,
-    "parts": mamba_gguf.parts(OF_MAMBA),
+    "parts": mamba_gguf.reshaped(OF_MAMBA),
     "before_writing": _before_writing,
 }
 DENSE = Gguf(
