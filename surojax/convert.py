@@ -23,12 +23,13 @@ from surojax.data import gguf_tokenizer
 from surojax.data.modelfile import modelfile as modelfile_text
 from surojax.data.tokenizer import load_tokenizer
 from surojax.errors import CheckpointError, ConfigError, ending, ends_with_code, in_words_of, refusing, short_exit_codes
-from surojax.exchange import compressed, config_json, gguf, gguf_export, peft, small_files
+from surojax.exchange import compressed, config_json, gguf_export, peft, small_files
 from surojax.exchange.adapter_config import labels_of_adapter
 from surojax.exchange.beside import Beside, tensors_beside
 from surojax.exchange.checkpoint_tensors import CheckpointTensors, stored_adapter
 from surojax.exchange.export import DTYPES, check_dtype, check_folder, encoded, export
 from surojax.exchange.gguf_export import DTYPES as GGUF_DTYPES, export_gguf
+from surojax.exchange.gguf_file import is_gguf
 from surojax.exchange.huggingface import read_config, read_whole_config
 from surojax.exchange.merge import Merged
 from surojax.exchange.model_tensors import Tensors, Weights, describe_source
@@ -105,7 +106,7 @@ def merge(
 
     Raises ConfigError too if one of them is an adapter of another model.
     """
-    to_gguf = gguf.is_gguf(Path(folder))
+    to_gguf = is_gguf(Path(folder))
     (gguf_export.check_dtype if to_gguf else check_dtype)(dtype)
     check_out(folder)
     num_labels = max(map(labels_of_adapter, adapter_folders), default=0)
@@ -168,7 +169,7 @@ def _beside(source: str, model: Model, kept: Path | None = None) -> tuple[Beside
     A model that classifies is of a class of language models alone.
     """
     path = locate(source, weights=True) if source else Path()
-    if not source or gguf.is_gguf(path) or not model.has_logits:
+    if not source or is_gguf(path) or not model.has_logits:
         return None, ""
     if path.exists():
         return tensors_beside(Weights(path)), ""
@@ -206,7 +207,7 @@ def _open_checkpoint(checkpoint: Path, tokenizer: str) -> Opened:
 
 def check_out(path: str | Path) -> None:
     """Raises ConfigError unless a folder, or a GGUF file if the path ends in .gguf, can be written at the path."""
-    (gguf_export.check_gguf_path if gguf.is_gguf(Path(path)) else check_folder)(path)
+    (gguf_export.check_gguf_path if is_gguf(Path(path)) else check_folder)(path)
 
 
 def gguf_tokenizer_of(config: dict[str, Any], files: Files, path: str | Path) -> tuple[dict[str, Any], str]:
@@ -236,7 +237,7 @@ def check_exportable(c: Config, folder: str | Path) -> None:
         raise ConfigError("--export: expected adapters of a model_path, got those of a random base; leave it out")
     check_out(folder)
     config, files = folder_files(c)
-    if gguf.is_gguf(Path(folder)):
+    if is_gguf(Path(folder)):
         gguf_export.gguf_metadata(config, Path(folder))
         gguf_tokenizer_of(config, files, folder)
 
@@ -264,7 +265,7 @@ def keep(c: Config) -> None:
     (kept / SOURCE).unlink(missing_ok=True)  # it is there if the others are
     (kept / WHOLE).unlink(missing_ok=True)
     source = locate(c.model_path, weights=False)
-    if not gguf.is_gguf(source) and has_parts(whole := read_whole_config(source)):
+    if not is_gguf(source) and has_parts(whole := read_whole_config(source)):
         small_files.write_small_files(kept, {WHOLE: encoded(whole)})
     small_files.write_small_files(kept, files | {CONFIG: encoded(config)})
     small_files.write_small_files(kept, {SOURCE: encoded({"model_path": c.model_path})})

@@ -16,10 +16,11 @@ from commands import convert
 
 from surojax.assembly.from_config import from_config
 from surojax.config.fields import default_config, kinds
-from surojax.exchange import config_json, gguf, peft
+from surojax.exchange import config_json, peft
 from surojax.exchange.adapter_config import CONFIG as ADAPTER_CONFIG, modules
 from surojax.exchange.export import export
 from surojax.exchange.gguf_export import export_gguf
+from surojax.exchange.gguf_file import is_gguf, open_file
 from surojax.exchange.huggingface import model_fields
 from surojax.exchange.merge import Merged
 from surojax.exchange.model_tensors import INDEX, shapes
@@ -312,8 +313,8 @@ def make(case: Case, folder: Path) -> Path:
 
 def digest(path: Path) -> str:
     """A digest of an export: names, types and shapes of tensors, and the settings beside them, but no numbers."""
-    if gguf.is_gguf(path):
-        contents = gguf.open_file(path)
+    if is_gguf(path):
+        contents = open_file(path)
         of_tensors = {name: [entry.kind.name, [*entry.shape]] for name, entry in contents.tensors.items()}
         said = contents.metadata
     else:

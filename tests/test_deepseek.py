@@ -39,9 +39,11 @@ from test_qwen3_5 import GROWN, ByLayer, assert_close, in_float64, mean_loss  # 
 from surojax import ConfigError, default_config
 from surojax.assembly.from_config import architecture
 from surojax.config.checks import check
-from surojax.exchange import adapter_config, config_json, expert_tensors, gguf, joined_rows, peft
-from surojax.exchange.gguf import open_file
+from surojax.exchange import adapter_config, config_json, expert_tensors, joined_rows, peft
+from surojax.exchange.gguf import GgufTensors
 from surojax.exchange.gguf_export import gguf_metadata
+from surojax.exchange.gguf_file import open_file, read_numbers
+from surojax.exchange.gguf_metadata import metadata_config
 from surojax.exchange.huggingface import model_fields, read_config
 from surojax.exchange.model_tensors import SINGLE, Weights, check_tensors, describe_source, tensor_name
 from surojax.exchange.naming import naming_of, number_of_layers
@@ -791,7 +793,7 @@ def test_models_go_to_gguf_and_back(tmp_path, case):
     n, v, r, latent = (config[name] for name in ("qk_nope_head_dim", "v_head_dim", "qk_rope_head_dim", "kv_lora_rank"))
     last = config["num_hidden_layers"] - 1
     ours = stored(case, "weight")[f"model.layers.{last}.self_attn.kv_b_proj.weight"]
-    keys, values = (gguf._read(contents, f"blk.{last}.attn_{name}_b.weight") for name in "kv")
+    keys, values = (read_numbers(contents, f"blk.{last}.attn_{name}_b.weight") for name in "kv")
     for head in range(config["num_attention_heads"]):
         rows = ours[head * (n + v) : (head + 1) * (n + v)].astype(np.float32)
         np.testing.assert_array_equal(keys[head], rows[:n].T)
@@ -808,7 +810,7 @@ def test_models_go_to_gguf_and_back(tmp_path, case):
 def test_files_with_the_expansion_whole_are_read(tmp_path):
     """As llama.cpp's converter wrote them before 2025-04: a head's real sizes, and as many key heads as heads."""
     out = check_gguf_and_back(folder_for_gguf(tmp_path / "in", "v2_lite", IN_GGUF["v2_lite"]), tmp_path / "out.gguf")
-    new, config = gguf.GgufTensors(out), given("v2_lite")
+    new, config = GgufTensors(out), given("v2_lite")
     h, heads = config["qk_nope_head_dim"] + config["qk_rope_head_dim"], config["num_attention_heads"]
 
     def rewritten(path: Path, changes: dict[str, Any], parts: bool = False, whole: bool = False) -> Path:
@@ -832,20 +834,20 @@ def test_files_with_the_expansion_whole_are_read(tmp_path):
 
     before = {"key_length": h, "value_length": config["v_head_dim"], "head_count_kv": heads}
     before |= {"key_length_mla": None, "value_length_mla": None}
-    old = gguf.GgufTensors(rewritten(tmp_path / "old.gguf", before, whole=True))
+    old = GgufTensors(rewritten(tmp_path / "old.gguf", before, whole=True))
     chex.assert_trees_all_equal({x: old.read(x) for x in old.names}, {x: new.read(x) for x in new.names})
-    assert model_fields(gguf.metadata_config(open_file(old.path))) == model_fields(read_config(tmp_path / "in"))
+    assert model_fields(metadata_config(open_file(old.path))) == model_fields(read_config(tmp_path / "in"))
     with pytest.raises(ConfigError, match=r"kv_b_proj\.weight whole or in parts, got both; fetch the file again$"):
-        gguf.GgufTensors(rewritten(tmp_path / "both.gguf", {}, parts=True, whole=True))
+        GgufTensors(rewritten(tmp_path / "both.gguf", {}, parts=True, whole=True))
     with pytest.raises(
         ConfigError, match=r"head_count_kv: expected \(.*, 1\) .*, got \(.*, 2\); fetch the file again$"
     ):
-        gguf.GgufTensors(rewritten(tmp_path / "heads.gguf", {"head_count_kv": 2}, parts=True))
+        GgufTensors(rewritten(tmp_path / "heads.gguf", {"head_count_kv": 2}, parts=True))
     with pytest.raises(
         ConfigError, match=r"blk\.0\.attn_k_b\.weight: expected shape .*, got .*; fetch the file again$"
     ):
         length = open_file(out).metadata["deepseek2.attention.key_length_mla"] + 1
-        wrong = gguf.GgufTensors(rewritten(tmp_path / "n.gguf", {"key_length_mla": length}, parts=True))
+        wrong = GgufTensors(rewritten(tmp_path / "n.gguf", {"key_length_mla": length}, parts=True))
         wrong.shape("model.layers.0.self_attn.kv_b_proj.weight")
 
 
@@ -856,7 +858,7 @@ def test_muse_goes_to_gguf_and_back(tmp_path):
     contents, config = open_file(file), read_config(folder)
     heads, h = config["num_attention_heads"], config["head_dim"]
     ours = stored("muse", "weight")
-    read = functools.partial(gguf._read, contents)
+    read = functools.partial(read_numbers, contents)
     for l in range(config["num_hidden_layers"]):
         np.testing.assert_array_equal(read(f"blk.{l}.attn_q_norm.weight"), np.full(h, config["qk_scale_factor"], "f4"))
         np.testing.assert_array_equal(read(f"blk.{l}.attn_k_norm.weight"), np.ones(h))
@@ -874,9 +876,9 @@ def test_muse_goes_to_gguf_and_back(tmp_path):
         return np.arange(1, h + 1, dtype=np.float32) if name == "blk.1.attn_k_norm.weight" else read(name)
 
     with pytest.raises(ConfigError, match=r"expected ones in every blk\.N\.attn_k_norm\.weight, got others; such"):
-        gguf.metadata_config(contents, {name: other(name) for name in contents.tensors if "attn_" in name})
+        metadata_config(contents, {name: other(name) for name in contents.tensors if "attn_" in name})
     with pytest.raises(ConfigError, match=r"expected blk\.0\.attn_k_norm\.weight in .*, got none; fetch"):
-        gguf.metadata_config(
+        metadata_config(
             contents._replace(tensors={x: y for x, y in contents.tensors.items() if x != "blk.0.attn_k_norm.weight"})
         )
 

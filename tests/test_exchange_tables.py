@@ -13,7 +13,7 @@ from test_config_keys import LEAST
 
 from surojax import ConfigError, default_config
 from surojax.assembly.from_config import model as model_of
-from surojax.exchange import adapter_config, gguf, huggingface, missing, parts, small_files, sources
+from surojax.exchange import adapter_config, gguf_metadata, huggingface, missing, parts, small_files, sources
 from surojax.exchange.naming import Naming
 from surojax.families import registry
 from surojax.families.registry import FAMILIES
@@ -309,7 +309,7 @@ def test_small_files_of_a_folder(tmp_path):
 
 def test_metadata_of_gguf_files():
     """The keys of llama.cpp's `convert_hf_to_gguf.py`, and theirs in config.json."""
-    assert gguf.SIZES == {
+    assert gguf_metadata.SIZES == {
         "context_length": "max_position_embeddings",
         "embedding_length": "hidden_size",
         "feed_forward_length": "intermediate_size",
@@ -324,7 +324,7 @@ def test_metadata_of_gguf_files():
     others = {"rope.scaling.finetuned", "vocab_size", "expert_count", "expert_used_count"}
     scaling |= {"rope.scaling.attn_factor"} | {f"rope.scaling.yarn_{x}" for x in ("attn_factor", "ext_factor")}
     others |= {"rope.scaling.yarn_beta_fast", "rope.scaling.yarn_beta_slow"}
-    assert heads | scaling | others == gguf.OTHERS and set(gguf.HEAD_DIM) == heads
+    assert heads | scaling | others == gguf_metadata.OTHERS and set(gguf_metadata.HEAD_DIM) == heads
 
 
 # The fields of `model` that are the same in all models of a family, as its code in transformers has them.

@@ -12,6 +12,7 @@ import json
 import re
 import tempfile
 import types
+from collections.abc import Set
 from pathlib import Path
 
 import chex
@@ -35,7 +36,7 @@ from surojax.assembly.from_config import architecture
 from surojax.config import flags
 from surojax.config.checks import check
 from surojax.exchange import config_json
-from surojax.exchange.gguf import open_file
+from surojax.exchange.gguf_file import open_file
 from surojax.exchange.huggingface import model_fields, read_config
 from surojax.exchange.model_tensors import SINGLE, Weights, check_tensors, stacks, tensors_by_name
 from surojax.models import decoder, decoder_config, decoder_model, grouped, operations, router_losses
@@ -587,10 +588,11 @@ def test_names_of_modules_are_read_too(tmp_path):
         Weights(written(tmp_path / "both", "granitemoe", both))
 
 
-def check_gguf_and_back(folder: Path, out: Path, *, rounded: str = "NONE") -> Path:
+def check_gguf_and_back(folder: Path, out: Path, *, rounded: str = "NONE", also_known: Set[str] = frozenset()) -> Path:
     """Raises AssertionError unless a model comes back from a GGUF file to the bit, with llama.cpp's names and shapes.
 
-    rounded: part of the names of vectors to which 1 is added in the file.
+    rounded: part of the names of vectors to which 1 is added in the file, or of which it has the exponential.
+    also_known: names that llama.cpp has in addition to those that the package lists for the architecture.
 
     folder: a model with few tokens, which gets as many as the tokenizer of these tests has.
     """
@@ -598,7 +600,7 @@ def check_gguf_and_back(folder: Path, out: Path, *, rounded: str = "NONE") -> Pa
     given |= {"vocab_size": 7 * given["vocab_size"], "pad_token_id": 0}
     (folder / "config.json").write_text(json.dumps(given))
     weights = safetensors.numpy.load_file(folder / SINGLE)
-    outer = ("model.embed_tokens.weight", "lm_head.weight")
+    outer = ("model.embed_tokens.weight", "backbone.embeddings.weight", "lm_head.weight")
     more = {name: np.tile(x, (7, 1)) if name in outer else x for name, x in weights.items()}
     safetensors.numpy.save_file(more, folder / SINGLE)
     (folder / "tokenizer.json").write_text(tokenizer_json())
@@ -618,13 +620,14 @@ def check_gguf_and_back(folder: Path, out: Path, *, rounded: str = "NONE") -> Pa
         return out
     known = {gguf.TENSOR_NAMES[x] for x in gguf.MODEL_TENSORS[names[architecture]]}
     for name in contents.tensors:
-        module = re.sub(r"^blk\.\d+\.", "blk.{bid}.", name).rpartition(".")[0]
-        assert module in known, name
+        theirs = re.sub(r"^blk\.\d+\.", "blk.{bid}.", name)
+        assert {theirs, theirs.rpartition(".")[0]} & (known | also_known), name
     for dtype, kind in {"bfloat16": gguf.GGMLQuantizationType.BF16, "float16": gguf.GGMLQuantizationType.F16}.items():
         in_16_bits = open_file(convert.convert(folder, out.with_name(f"{dtype}.gguf"), dtype=dtype)).tensors
         for name, stored_as in in_16_bits.items():  # ggml has no other products with vectors, and routers are exact
-            whole = name.endswith((".bias", "norm.weight", "sinks.weight", "shortconv.conv.weight"))
-            whole = whole or "ffn_gate_inp" in name
+            whole = name.endswith((".bias", "norm.weight", "sinks.weight", ".conv.weight", "scale", "_scale.weight"))
+            whole = whole or any(part in name for part in ("ffn_gate_inp", "_norm_", ".ssm_", "rope_freqs"))
+            whole = whole and not name.endswith(("ssm_in.weight", "ssm_out.weight"))
             assert stored_as.kind == (gguf.GGMLQuantizationType.F32 if whole else kind), name
     return out
 

@@ -130,6 +130,7 @@ def add_tokenizer(writer: gguf.GGUFWriter, changes: dict) -> None:
     writer.add_token_merges(given["merges"])
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(0)
+    writer.add_add_eos_token(given.get("add_eos", False))
     writer.add_chat_template("{{ messages }}")
 
 
@@ -332,7 +333,7 @@ def test_damaged_files_and_other_architectures_are_refused(tmp_path):
     writer.close()
     with pytest.raises(
         ConfigError,
-        match=r"expected general\.architecture llama, .*, gemma3, .*, deepseek2, olmo2, muse-glimmer, got 'gpt2'",
+        match=r"expected general\.architecture llama, .*, muse-glimmer, granitehybrid, .*, gemma4, got 'gpt2'",
     ):
         opened(path)
 
@@ -375,6 +376,7 @@ def test_tokenizers_split_as_the_file_says(tmp_path):
         ),
         ({"model": "llama"}, r"expected tokens, their kinds and scores, got others; fetch the file again"),
         ({"pre": "jais"}, r"expected tokenizer\.ggml\.pre default, .*, got 'jais'; set tokenizer"),
+        ({"add_eos": True}, r"expected tokenizer\.ggml\.add_eos_token false, got true: .*; set tokenizer to"),
         ({"merges": ["a b c"]}, r"expected tokens, their kinds and merges of two, got others"),
         ({"merges": ["zz z"]}, r"expected a tokenizer, got one that is inconsistent"),
     ],

@@ -26,8 +26,11 @@ from test_gguf_export import tokenizer_json
 from surojax import ConfigError, default_config
 from surojax.assembly.from_config import architecture
 from surojax.config.checks import check
-from surojax.exchange import config_json, expert_tensors, gguf, peft
+from surojax.exchange import config_json, expert_tensors, peft
 from surojax.exchange.beside import tensors_beside
+from surojax.exchange.gguf import GgufTensors
+from surojax.exchange.gguf_file import open_file, read_numbers
+from surojax.exchange.gguf_metadata import metadata_config
 from surojax.exchange.huggingface import model_fields, read_config
 from surojax.exchange.model_tensors import (
     SINGLE,
@@ -586,9 +589,9 @@ def test_models_go_to_gguf_and_back(tmp_path, case):
     """To the bit, except for decays, which are stored as exp(A_log)."""
     folder, file = in_gguf(tmp_path, case)
     fields = model_fields(read_config(folder))
-    back = model_fields(gguf.metadata_config(gguf.open_file(file)))
+    back = model_fields(metadata_config(open_file(file)))
     assert config_json.normal(back) == config_json.normal(fields)
-    before, after = Weights(folder), gguf.GgufTensors(file)
+    before, after = Weights(folder), GgufTensors(file)
     assert after.names == before.names
     for name in after.names:
         x, y = after.read(name), before.read(name)
@@ -600,8 +603,8 @@ def test_files_have_what_llama_cpp_reads(tmp_path):
     """Value heads in its order (worked out here head by head), 1 + w, -exp(A_log), and its names of tensors."""
     folder, file = in_gguf(tmp_path, "qwen3_5_moe_thirds")
     said, ours = read_config(folder), Weights(folder)
-    contents = gguf.open_file(file)
-    read = lambda name: gguf._read(contents, name)
+    contents = open_file(file)
+    read = lambda name: read_numbers(contents, name)
     keys, values, v = said["linear_num_key_heads"], said["linear_num_value_heads"], said["linear_value_head_dim"]
     shared = values // keys
     assert (keys, shared) == (2, 3)
@@ -672,8 +675,8 @@ def test_layers_of_a_file_that_predict_further_tokens_are_left_aside(tmp_path):
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    further = gguf.GgufTensors(tmp_path / "further.gguf")
-    assert further.names == gguf.GgufTensors(file).names and further.left_aside == ["blk.4.nextn.eh_proj.weight"]
+    further = GgufTensors(tmp_path / "further.gguf")
+    assert further.names == GgufTensors(file).names and further.left_aside == ["blk.4.nextn.eh_proj.weight"]
     assert describe_source(further).endswith("1 tensors of blk are left aside")
-    config = gguf.metadata_config(gguf.open_file(tmp_path / "further.gguf"))
+    config = metadata_config(open_file(tmp_path / "further.gguf"))
     assert model_fields(config) == model_fields(read_config(folder))

@@ -63,6 +63,7 @@ FORM = {
     "tokenizer.ggml.merges": Optional([str]),
     "tokenizer.ggml.scores": Optional([float]),
     "tokenizer.ggml.add_bos_token": Optional(bool),
+    "tokenizer.ggml.add_eos_token": Optional(bool),
     "tokenizer.ggml.add_space_prefix": Optional(bool),
     **{f"tokenizer.ggml.{name}_token_id": _ID for name in ("bos", "eos", "eot", "eom")},
 }
@@ -99,6 +100,11 @@ def read_gguf_tokenizer(path: str | Path) -> TokenizerFiles:
     if kind not in (BYTE_LEVEL, OF_PIECES):
         expected = f"{BYTE_LEVEL!r} (byte-level BPE) or {OF_PIECES!r} (SentencePiece's)"
         raise ConfigError(f"{path}: expected tokenizer.ggml.model {expected}, got {kind!r}; {change}")
+    if metadata.get("tokenizer.ggml.add_eos_token"):
+        raise ConfigError(
+            f"{path}: expected tokenizer.ggml.add_eos_token false, got true: texts do not end with a token here unless "
+            f"they are documents; {change}"
+        )
     if kind == BYTE_LEVEL and rule not in RULES:
         raise ConfigError(f"{path}: expected tokenizer.ggml.pre {', '.join(RULES)}, got {rule!r}; {change}")
     tokens = metadata.get("tokenizer.ggml.tokens") or []

@@ -1,6 +1,6 @@
-"""Exports a model to a GGUF file, the format of llama.cpp, with the names and keys that gguf.py reads.
+"""Exports a model to a GGUF file, the format of llama.cpp, with the names and keys that gguf_metadata.py reads.
 
-Metadata is written if gguf.py reads the same model from it, and refused else: a key that llama.cpp would need and that
+Metadata is written if that reads the same model from it, and refused else: a key that llama.cpp would need and that
 is not written, such as one of a sliding window, is noticed so. Tensors are read, quantised and written one at a time.
 Vectors, such as weights of norms, stay in float32: llama.cpp has no other products with them.
 """
@@ -11,14 +11,15 @@ from pathlib import Path
 from typing import Any
 
 import gguf
+import jax
 import numpy as np
 
 from surojax.errors import ConfigError, nearest_name
 from surojax.exchange import config_json
 from surojax.exchange.export import problem_beside, unfinished_beside
-from surojax.exchange.gguf import (
-    ARCHITECTURE_OF,
-    FAMILIES,
+from surojax.exchange.gguf import is_permuted, parts_of, permuted, transform_of
+from surojax.exchange.gguf_file import FAMILIES, OF_FAMILY, Contents, GgufEntry, gguf_of
+from surojax.exchange.gguf_metadata import (
     FREQUENCIES,
     HEAD_DIM,
     MAGNITUDE,
@@ -27,27 +28,23 @@ from surojax.exchange.gguf import (
     SCALING_TYPE,
     SIZES,
     WINDOWED,
-    Contents,
-    GgufEntry,
     implied_magnitude,
-    is_permuted,
     metadata_config,
-    parts_of,
-    permuted,
     rope_divisors,
-    transform_of,
 )
 from surojax.exchange.huggingface import model_fields
 from surojax.exchange.joined_rows import part_of_rows, shape_of_all
 from surojax.exchange.model_tensors import Tensors, params, shapes
 from surojax.families import registry
-from surojax.families.family import TENSOR_NAMES
+from surojax.families.family import TENSOR_NAMES, Gguf
 from surojax.families.names import renamed
 from surojax.families.registry import tensor_names
 from surojax.families.window_keys import SLIDING
 from surojax.models.decoder_config import channels
+from surojax.models.kinds.targets import WITHOUT_EXPERTS
 from surojax.models.model import Model
-from surojax.placement.param import Kind as ParamKind
+from surojax.models.rotary import PROPORTIONAL
+from surojax.placement.param import Kind as ParamKind, base
 from surojax.untrusted import expanded
 
 Kind = gguf.GGMLQuantizationType
@@ -115,7 +112,8 @@ def export_gguf(
     metadata, vectors, config = gguf_metadata(source, path)
     kinds = _kinds(model, dtype)
     family = FAMILIES[metadata["general.architecture"]]
-    stored_as = {renamed(name, tensor_names(family.names.keys()), family.names): name for name in kinds}
+    table = _table_of(model, family)
+    stored_as = {renamed(name, table, family.names): name for name in kinds}
     expected = shapes(model)
     of_head = metadata[f"{metadata['general.architecture']}.{HEAD_DIM[0]}"]
 
@@ -180,10 +178,10 @@ def export_gguf(
 def gguf_metadata(source: dict[str, Any], path: Path) -> tuple[dict[str, Any], dict[str, np.ndarray], dict[str, Any]]:
     """Makes (metadata, vectors that say settings, config.json) for a model with this config.json.
 
-    path: of the file, for messages. Raises ConfigError unless gguf.py reads the same model from them.
+    path: of the file, for messages. Raises ConfigError unless gguf_metadata.py reads the same model from them.
     """
     fields = model_fields(source)
-    families = {name: registry.FAMILIES[name] for name in ARCHITECTURE_OF}
+    families = {name: registry.FAMILIES[name] for name in OF_FAMILY}
     positions = source.get("max_position_embeddings")
     if not isinstance(positions, int):
         raise ConfigError(
@@ -193,12 +191,14 @@ def gguf_metadata(source: dict[str, Any], path: Path) -> tuple[dict[str, Any], d
     try:
         said = config_json.made(fields, positions, {}, families, with_class=False)
         metadata, vectors = _metadata(said)
-        names = FAMILIES[ARCHITECTURE_OF[said["model_type"]]].names
+        family = gguf_of(said)
+        names = family.names
         entry = GgufEntry(Kind.F32, (said["vocab_size"], said["hidden_size"]), 0, 0)
         outer = ["embed", "norm"] + ([] if said["tie_word_embeddings"] else ["head"])
         entries = {names[ours]: entry for ours in outer}
-        present = FAMILIES[ARCHITECTURE_OF[said["model_type"]]].present
-        entries |= {names[ours].format(l=0): entry for key, ours in present.items() if said[key]}
+        entries |= {names[ours].format(l=0): entry for key, ours in family.present.items() if said[key]}
+        layers_with = {ours: family.before_writing(said)[key] for key, ours in family.layers_with.items()}
+        entries |= {names[ours].format(l=l): entry for ours, layers in layers_with.items() for l in layers}
         entries |= dict.fromkeys(vectors, entry)
         back = _comparable(model_fields(metadata_config(Contents(path, metadata, entries), vectors)))
         wanted = _comparable(fields)
@@ -218,6 +218,9 @@ def _comparable(fields: dict[str, Any]) -> dict[str, Any]:
     """Returns the `model` fields that a trained model's results depend on."""
     complete = config_json.normal(fields)
     del complete["initializer_range"]
+    if complete["rope_scaling"] == PROPORTIONAL:  # of which files say the number of rotated pairs of channels
+        h = complete["global_head_dim"] or complete["head_dim"]
+        complete["rope_partial_rotary_factor"] = int(complete["rope_partial_rotary_factor"] * h // 2)
     return complete
 
 
@@ -230,13 +233,10 @@ def _is_same(wanted: Any, back: Any) -> bool:
 
 def _metadata(said: dict[str, Any]) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     """Translates a config.json to a file's metadata and vectors: frequencies' divisors [h / 2], `filled` ones [h]."""
-    architecture = ARCHITECTURE_OF[said["model_type"]]
-    family = FAMILIES[architecture]
+    family = gguf_of(said)
+    architecture = family.architecture
     with_sizes = family.before_writing(said)
     keys = {ours: with_sizes[theirs] for ours, theirs in {**SIZES, **family.sizes}.items()}
-    if family.without_heads and family.without_heads in said["layer_types"]:
-        heads = keys["attention.head_count_kv"]
-        keys["attention.head_count_kv"] = [0 if x == family.without_heads else heads for x in said["layer_types"]]
     if family.window_period and with_sizes["sliding_window"]:
         keys[WINDOWED] = [kind == SLIDING for kind in said["layer_types"]]
     h = channels(said)
@@ -249,12 +249,14 @@ def _metadata(said: dict[str, Any]) -> tuple[dict[str, Any], dict[str, np.ndarra
     )
     if family.partial_rotary:
         keys[ROTATED] = int(h * said["partial_rotary_factor"])
-    scaling: dict[str, Any] = said["rope_scaling"] or {"rope_type": "none"}
+    scaling: dict[str, Any] = said.get("rope_scaling") or {"rope_type": "none"}
     vectors = {
         name.format(l=l): np.full(h, said[key] if key else 1, np.float32)
         for l in range(said["num_hidden_layers"])
         for name, key in family.filled.items()
     }
+    if family.divisors and (divisors := family.divisors(said)) is not None:
+        vectors[FREQUENCIES] = divisors
     if scaling["rope_type"] == "llama3":
         vectors[FREQUENCIES] = rope_divisors(scaling, said["rope_theta"], h).astype(np.float32)
     elif scaling["rope_type"] != "none":
@@ -263,10 +265,25 @@ def _metadata(said: dict[str, Any]) -> tuple[dict[str, Any], dict[str, np.ndarra
         own = scaling.get("attention_factor")
         if own and "mscale_all_dim" not in scaling:  # llama.cpp computes it from that one
             keys[MAGNITUDE] = own / implied_magnitude(scaling["factor"])
-    floats = {"attention.layer_norm_rms_epsilon", "rope.freq_base", "rope.scaling.factor", MAGNITUDE}
+    floats = {
+        "attention.layer_norm_rms_epsilon",
+        "rope.freq_base",
+        "rope.freq_base_swa",
+        "rope.scaling.factor",
+        MAGNITUDE,
+    }
     floats |= {key for key in family.sizes if key.endswith(("scale", "log_multiplier", "softcapping"))}
     typed = {key: float(value) if key in floats else value for key, value in keys.items()}
     return {"general.architecture": architecture} | {f"{architecture}.{k}": v for k, v in typed.items()}, vectors
+
+
+def _table_of(model: Model, family: Gguf) -> dict[str, str]:
+    """Our names and Hugging Face's of those tensors of a family that the model's layers have, and of outer ones."""
+    own = {param.name for segment in model.segments for param in jax.tree.leaves(base(segment.params))}
+    table = tensor_names(family.names.keys())
+    return {
+        name: theirs for name, theirs in table.items() if "." not in name or name.removeprefix(WITHOUT_EXPERTS) in own
+    }
 
 
 def _kinds(model: Model, dtype: str) -> dict[str, Kind]:

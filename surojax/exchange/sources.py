@@ -12,8 +12,11 @@ from typing import Any
 
 from surojax.config.fields import default_config
 from surojax.errors import ConfigError
-from surojax.exchange import config_json, gguf, hub, peft
+from surojax.exchange import config_json, hub, peft
 from surojax.exchange.base import check_format
+from surojax.exchange.gguf import GgufTensors
+from surojax.exchange.gguf_file import is_gguf, open_file
+from surojax.exchange.gguf_metadata import metadata_config
 from surojax.exchange.huggingface import labels_of, model_fields, read_config, read_whole_config
 from surojax.exchange.merge import Merged
 from surojax.exchange.missing import SAVE_FAST
@@ -46,9 +49,7 @@ def keeps(output_dir: str | Path, model_path: str) -> bool:
 def is_model(source: str | Path) -> bool:
     """True if a path is a Hugging Face folder or a GGUF file, or may name a model on the hub."""
     path = expanded(source)
-    return (
-        gguf.is_gguf(path) or (path / "config.json").is_file() or (not path.exists() and hub.is_model_name(str(source)))
-    )
+    return is_gguf(path) or (path / "config.json").is_file() or (not path.exists() and hub.is_model_name(str(source)))
 
 
 def locate(model_path: str | Path, *, weights: bool) -> Path:
@@ -57,7 +58,7 @@ def locate(model_path: str | Path, *, weights: bool) -> Path:
     weights: fetch the weights as well. Raises ConfigError if the hub does not have it.
     """
     path = expanded(model_path)
-    if path.exists() or gguf.is_gguf(path) or not hub.is_model_name(str(model_path)):
+    if path.exists() or is_gguf(path) or not hub.is_model_name(str(model_path)):
         return path  # what is wrong with it is said when it is read
     return hub.download(str(model_path), weights=weights)
 
@@ -72,7 +73,7 @@ def model_in_package(name: str) -> Path:
 
 def config_of(path: Path) -> dict[str, Any]:
     """Reads a folder's config.json, or translates a GGUF file's metadata to one. Raises ConfigError."""
-    return gguf.metadata_config(gguf.open_file(path)) if gguf.is_gguf(path) else read_config(path)
+    return metadata_config(open_file(path)) if is_gguf(path) else read_config(path)
 
 
 def run_config_json(c: Any, config: dict[str, Any]) -> dict[str, Any]:
@@ -89,12 +90,12 @@ def naming(c: Any) -> Naming:
     path = kept_in(c.output_dir) if gone else locate(c.model_path, weights=False)
     if (path / WHOLE).is_file():
         return naming_of(read_whole_config(path, WHOLE))
-    return Naming() if gguf.is_gguf(path) else naming_of(read_whole_config(path))
+    return Naming() if is_gguf(path) else naming_of(read_whole_config(path))
 
 
 def tensors_of(path: Path) -> Tensors:
     """Opens the tensors of a folder or a GGUF file. Raises ConfigError if a file is missing or damaged."""
-    return gguf.GgufTensors(path) if gguf.is_gguf(path) else Weights(path)
+    return GgufTensors(path) if is_gguf(path) else Weights(path)
 
 
 def resolved(c: Any, fixed: Collection[str] = ()) -> Any:
@@ -130,7 +131,7 @@ def resolved(c: Any, fixed: Collection[str] = ()) -> Any:
         completed.model.update(fields)
     except (TypeError, ValueError, ArithmeticError) as error:
         raise ConfigError(f"model_path: config.json: a value has another type ({error}); fetch it again") from error
-    has_tokenizer = gguf.is_gguf(path) or (path / "tokenizer.json").is_file()
+    has_tokenizer = is_gguf(path) or (path / "tokenizer.json").is_file()
     tokenizer_gone = kept and not expanded(c.tokenizer).exists()
     if has_tokenizer and (c.tokenizer == "bytes" or tokenizer_gone):
         completed.tokenizer = str(path)

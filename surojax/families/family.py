@@ -187,17 +187,22 @@ class GgufParts(NamedTuple):
 class Gguf(NamedTuple):
     """The names, metadata keys and layouts of a family's GGUF files.
 
-    architecture: their `general.architecture`; "": the family's model_type.
+    architecture: their `general.architecture`; "": the family's model_type. describes: config.json -> True if files of
+    this architecture have such models.
 
     neighbours: rows of queries and keys are in the order that rotates neighbouring channels of a head, see gguf.py.
     llama3_rope: the parameters, without the factor, of all models of the family whose rotary embedding is of the type
-    llama3: files have what these and the factor make of the frequencies; None: the family has no such models.
+    llama3: files have what these and the factor make of the frequencies; None: the family has no such models. divisors:
+    config.json -> what files of the family have there `[h / 2]`, or None for nothing; read_divisors: its inverse, as
+    rope_scaling, which raises ConfigError for other numbers.
     names: our names of tensors, and theirs. sizes: keys of the metadata after the architecture's name, and theirs in
     config.json, in addition to those of every family. fixed: such keys that say nothing here, with their only value.
     implied: keys of config.json that no file says, with the value that llama.cpp takes for them; implied_rope: likewise
-    of rope_scaling. present: keys of config.json that are true if files have this tensor (our name) of the first layer.
-    partial_rotary: the number of channels that rotate says partial_rotary_factor. without_heads: the type in
-    `layer_types` of layers for which files say 0 key/value heads; "": all layers have as many. window_period: n if
+    of rope_scaling. present: keys of config.json that are true if files have this tensor (our name) of any layer.
+    layers_with: keys that only before_writing and after_reading have: the numbers of the layers with this tensor.
+    partial_rotary: the number of channels that rotate says partial_rotary_factor. by_layer: keys of the metadata that
+    may have a number for each layer; between before_writing and after_reading config.json has these lists too, all as
+    long as the layers when they are read. window_period: n if
     each n-th layer has no window in files without a key for it; 0: the format has no such key. defaults: values of keys
     that files may leave out. further_layers: files may count layers that predict further tokens in block_count, and
     have them; they are left aside. unread: keys that say nothing else, with the values that are written. transforms:
@@ -208,17 +213,21 @@ class Gguf(NamedTuple):
     """
 
     architecture: str = ""
+    describes: Callable[[dict[str, Any]], bool] = lambda config: True
 
     neighbours: bool = False
     llama3_rope: Mapping[str, float] | None = None
+    divisors: Callable[[dict[str, Any]], np.ndarray | None] | None = None
+    read_divisors: Callable[[np.ndarray], dict[str, Any]] | None = None
     names: Mapping[str, str] = GGUF_NAMES
     sizes: Mapping[str, str] = MappingProxyType({})
     fixed: Mapping[str, Any] = MappingProxyType({})
     implied: Mapping[str, Any] = MappingProxyType({})
     implied_rope: Mapping[str, Any] = MappingProxyType({})
     present: Mapping[str, str] = MappingProxyType({})
+    layers_with: Mapping[str, str] = MappingProxyType({})
     partial_rotary: bool = False
-    without_heads: str = ""
+    by_layer: tuple[str, ...] = ()
     window_period: int = 0
     defaults: Mapping[str, Any] = MappingProxyType({})
     further_layers: bool = False
@@ -257,7 +266,8 @@ class ModelFamily:
     have outside of these files; None: the files' own. spellings: {end of a tensor's name in the modules of
     transformers 5: its end in files}, of tensors whose names differ there from most families' too. root: the start of
     names in files, for which modules, and so adapters, have "model." expert_files: how
-    files have experts. gguf: None if its GGUF files are not read. further_layers: the key of config.json that counts
+    files have experts. gguf: None if its GGUF files are not read. further_gguf: other architectures, of models that it
+    does not describe. further_layers: the key of config.json that counts
     layers behind the last one, which predict further tokens; their tensors are left aside; "": there are none.
     further_tensors: the start of the names of tensors that predict further tokens, which are left aside; "": none.
     is_unread: (number of a layer, the end of a name in it, config.json with the defaults) -> whether it is a tensor of
@@ -281,6 +291,7 @@ class ModelFamily:
     root: str = "model."
     expert_files: ExpertFiles = BY_EXPERT
     gguf: Gguf | None = None
+    further_gguf: tuple[Gguf, ...] = ()
     further_layers: str = ""
     further_tensors: str = ""
     is_unread: Callable[[int, str, dict[str, Any]], bool] | None = None

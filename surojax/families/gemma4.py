@@ -11,7 +11,7 @@ last ones take the keys and values of earlier ones.
 from typing import Any
 
 from surojax.errors import ConfigError
-from surojax.families import mixer_keys, rope_keys, window_keys
+from surojax.families import gemma4_gguf, mixer_keys, rope_keys, window_keys
 from surojax.families.family import (
     EXPERTS,
     LAYER,
@@ -233,6 +233,7 @@ OF_FAMILY: dict[str, Any] = {
     },
     "both_ropes": dict,
     "tensors": TENSORS | {"layer_scalar": LAYER + "layer_scalar"},
+    "gguf": gemma4_gguf.OF_GEMMA4,
 }
 
 GEMMA4 = ModelFamily(

@@ -3,16 +3,14 @@
 from typing import Any
 
 from surojax.errors import ConfigError
-from surojax.families import rope_keys
+from surojax.families import granite_gguf, rope_keys
 from surojax.families.family import (
-    EXPERT_GGUF_NAMES,
     EXPERT_TENSOR_NAMES,
     LAYER,
     LLAMA_DEFAULTS,
     SIZES,
     WITHOUT_WINDOW,
     ExpertFiles,
-    Gguf,
     ModelFamily,
     read_keys,
 )
@@ -80,16 +78,5 @@ GRANITE_MOE = ModelFamily(
     expert_files=ExpertFiles(
         MOE + "input_linear.weight", MOE + "output_linear.weight", only=True, module=MOE + "experts"
     ),
-    gguf=Gguf(
-        neighbours=True,
-        names=EXPERT_GGUF_NAMES,
-        sizes={
-            "expert_count": "num_local_experts",
-            "expert_used_count": "num_experts_per_tok",
-            "attention.scale": "attention_multiplier",
-            "embedding_scale": "embedding_multiplier",
-            "residual_scale": "residual_multiplier",
-            "logit_scale": "logits_scaling",
-        },
-    ),
+    gguf=granite_gguf.WITH_EXPERTS,
 )

@@ -5,7 +5,7 @@ Models with experts have that MLP beside them.
 
 from typing import Any
 
-from surojax.families import granite, mamba_keys, mixer_keys, rope_keys
+from surojax.families import granite, granite_gguf, mamba_keys, mixer_keys, rope_keys
 from surojax.families.family import (
     LAYER,
     LLAMA_DEFAULTS,
@@ -16,6 +16,7 @@ from surojax.families.family import (
     in_safetensors,
 )
 from surojax.families.granite import GRANITE_MOE, MOE, MULTIPLIERS
+from surojax.families.granite_gguf import OF_MAMBA, POSITIONS, SHARED
 from surojax.families.mamba_keys import LIMITS, UNLIMITED, need_key
 from surojax.families.olmoe import OF_TRAINING
 from surojax.models.decoder_config import ATTENTION, MAMBA
@@ -23,9 +24,6 @@ from surojax.models.kinds.joined_mlp import JoinedMlp
 from surojax.models.kinds.mamba2 import Mamba2
 
 TYPES = {"mamba": MAMBA, "linear_attention": MAMBA, "attention": ATTENTION, "full_attention": ATTENTION}
-OF_MAMBA = ("mamba_n_heads", "mamba_d_head", "mamba_d_state", "mamba_n_groups", "mamba_d_conv")
-POSITIONS = "position_embedding_type"
-SHARED = "shared_intermediate_size"
 
 
 def _read(given: dict[str, Any]) -> dict[str, Any]:
@@ -61,7 +59,7 @@ def _read_mamba(given: dict[str, Any]) -> dict[str, Any]:
     inner = given["mamba_expand"] * given["hidden_size"]
     if given["mamba_d_head"] == "auto":
         given = given | {"mamba_d_head": inner // given["mamba_n_heads"]}
-    fields: dict[str, Any] = mamba_keys.read_sizes(given, {name: name for name in OF_MAMBA})
+    fields: dict[str, Any] = mamba_keys.read_sizes(given, OF_MAMBA)
     channels = fields["mamba_n_heads"] * fields["mamba_d_head"]
     expected = f"mamba_expand x hidden_size = mamba_n_heads x mamba_d_head = {channels}, as transformers asks for"
     need_key(inner == channels, "mamba_expand", expected, given["mamba_expand"])
@@ -125,4 +123,6 @@ GRANITE_HYBRID = ModelFamily(
     canonical=NAMES,
     spellings=GRANITE_MOE.spellings,
     expert_files=GRANITE_MOE.expert_files,
+    gguf=granite_gguf.WITH_MAMBA,
+    further_gguf=(granite_gguf.DENSE, granite_gguf.WITH_EXPERTS),
 )

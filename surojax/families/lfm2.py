@@ -133,6 +133,11 @@ MATRICES = {"w_gate": "w1.weight", "w_up": "w3.weight", "w_down": "w2.weight"}
 DENSE_NAMES = {f"mlp.{ours}": LAYER + FORWARD + theirs for ours, theirs in MATRICES.items()}
 IN_GGUF = in_gguf(ShortConv) | {"norm": "token_embd_norm.weight"}
 GGUF_SIZES = {"shortconv.l_cache": "conv_L_cache", "attention.layer_norm_rms_epsilon": "norm_eps"}
+BY_LAYER: dict[str, Any] = {
+    "by_layer": ("attention.head_count_kv",),
+    "before_writing": lambda config: mixer_keys.heads_of_layers(config, (ATTENTION,)),
+    "after_reading": lambda config: mixer_keys.types_of_heads(config, CONV),
+}
 
 LFM2 = ModelFamily(
     model_type="lfm2",
@@ -158,7 +163,7 @@ LFM2 = ModelFamily(
         names=GGUF_NAMES | IN_GGUF,
         sizes=GGUF_SIZES,
         implied={"block_auto_adjust_ff_dim": False},
-        without_heads=CONV,
+        **BY_LAYER,
     ),
 )
 LFM2_MOE = ModelFamily(
@@ -204,6 +209,6 @@ LFM2_MOE = ModelFamily(
         },
         fixed={"expert_gating_func": 2},  # sigmoids
         implied={"norm_topk_prob": True, "routed_scaling_factor": 1.0, "use_expert_bias": True},
-        without_heads=CONV,
+        **BY_LAYER,
     ),
 )

@@ -6,9 +6,10 @@ says, and the MLP that every token uses by moe_shared_expert_intermediate_size, 
 
 from typing import Any
 
-from surojax.families import mamba_keys, mixer_keys, rope_keys
+from surojax.families import mamba_keys, mixer_keys, nemotron_gguf, rope_keys
 from surojax.families.family import LLAMA_DEFAULTS, SHARED_EXPERT_TENSOR_NAMES, ModelFamily, in_safetensors
 from surojax.families.mamba_keys import UNLIMITED, need_key
+from surojax.families.nemotron_gguf import OF_MAMBA
 from surojax.models.decoder_config import ATTENTION, EXPERTS, MAMBA, MLP
 from surojax.models.kinds.mamba2 import Mamba2
 from surojax.models.kinds.self_attention import Attention
@@ -22,13 +23,6 @@ TYPES |= {"moe": EXPERTS, "mlp": MLP}
 WORDS = {MAMBA: "linear_attention", ATTENTION: "full_attention", EXPERTS: "moe", MLP: "mlp"}
 DT_MIN = 0.001  # of the class
 PATTERN, BLOCKS = "hybrid_override_pattern", "layers_block_type"
-OF_MAMBA = {
-    "mamba_n_heads": "mamba_num_heads",
-    "mamba_d_head": "mamba_head_dim",
-    "mamba_d_state": "ssm_state_size",
-    "mamba_n_groups": "n_groups",
-    "mamba_d_conv": "conv_kernel",
-}
 OF_EXPERTS = {
     "num_experts": "n_routed_experts",
     "moe_intermediate_size": "moe_intermediate_size",
@@ -191,5 +185,7 @@ NEMOTRON_H = ModelFamily(
     | {"embed": "backbone.embeddings.weight", "norm": "backbone.norm_f.weight", "head": "lm_head.weight"},
     canonical=NAMES,
     root="backbone.",
+    gguf=nemotron_gguf.DENSE,
+    further_gguf=(nemotron_gguf.WITH_EXPERTS,),
     further_tensors="mtp.",
 )

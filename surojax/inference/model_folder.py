@@ -12,8 +12,10 @@ from surojax.data.templates import load_template
 from surojax.data.tokenizer import HuggingFaceTokenizer, Tokenizer, load_tokenizer
 from surojax.data.tokenizer_files import read_folder, read_text
 from surojax.errors import ConfigError
-from surojax.exchange import config_json, gguf, small_files
+from surojax.exchange import config_json, small_files
 from surojax.exchange.export import encoded
+from surojax.exchange.gguf_file import is_gguf, open_file
+from surojax.exchange.gguf_metadata import metadata_config
 from surojax.exchange.huggingface import labels_of, read_config
 from surojax.exchange.small_files import CONFIG, GENERATION, LICENSES, PROCESSORS, Files
 from surojax.exchange.sources import locate, run_config_json
@@ -40,8 +42,8 @@ def folder_files(c: Config, *, is_trained: bool = True) -> tuple[dict[str, Any],
     positions = c.sequence_len
     if c.model_path:
         source = locate(c.model_path, weights=False)
-        if gguf.is_gguf(source):
-            said = gguf.metadata_config(gguf.open_file(source))
+        if is_gguf(source):
+            said = metadata_config(open_file(source))
             tokens = {key: said[key] for key in ("bos_token_id", "eos_token_id")}
             positions = said["max_position_embeddings"]
             files |= {GENERATION: encoded({key: id_ for key, id_ in tokens.items() if id_ is not None})}
@@ -93,7 +95,7 @@ def tokenizer_files(spec: str) -> Files:
     if spec == "bytes":
         return {}
     path = expanded(spec)
-    if gguf.is_gguf(path):
+    if is_gguf(path):
         files = {"tokenizer.json": gguf_tokenizer.read_gguf_tokenizer(path).tokenizer.encode()}
     elif path.is_dir() or path.name == "tokenizer.json":
         files = small_files.read_tokenizer_files(path if path.is_dir() else path.parent)
@@ -110,7 +112,7 @@ def tokenizer_files(spec: str) -> Files:
         "clean_up_tokenization_spaces": False,
     }
     files |= {TOKENIZER_CONFIG: encoded(said)}
-    has_template = gguf.is_gguf(path) and tokenizer.chat_template
+    has_template = is_gguf(path) and tokenizer.chat_template
     return chat_files.with_template(files, tokenizer.chat_template) if has_template else files
 
 

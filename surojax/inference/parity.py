@@ -21,7 +21,8 @@ from surojax.config.checks import check, check_vocabulary
 from surojax.config.fields import default_config
 from surojax.data.tokenizer import load_tokenizer
 from surojax.errors import ConfigError
-from surojax.exchange import gguf, sources
+from surojax.exchange import sources
+from surojax.exchange.gguf_file import is_gguf
 from surojax.exchange.model_tensors import stacks
 from surojax.inference.forward import hidden
 from surojax.models.model import Model
@@ -167,7 +168,7 @@ def _theirs(path: Path, texts: list[str], ids: list[list[int]], python: str) -> 
 
     Raises ConfigError if the script cannot run.
     """
-    folder, file = (path.parent, path.name) if gguf.is_gguf(path) else (path, "")
+    folder, file = (path.parent, path.name) if is_gguf(path) else (path, "")
     request = {"folder": str(folder.absolute()), "file": file, "texts": texts, "ids": ids, "compared": TOKENS}
     with tempfile.TemporaryDirectory() as temporary:
         asked = Path(temporary) / "request.json"
