@@ -167,6 +167,7 @@ SAID_IN_GGUF: dict[str, dict[str, Any]] = {
     "glm4_moe_lite": {"num_key_value_heads": 2, "attention_bias": False},
     "deepseek_v2": {"num_key_value_heads": 2, "topk_method": "greedy", "n_group": None, "topk_group": None},
     "deepseek_v3": {"num_key_value_heads": 2, "rope_parameters": YARN | {"mscale": 0.7, "mscale_all_dim": 0.7}},
+    "nemotron_h": {"layers_block_type": ["linear_attention", "moe", "full_attention", "linear_attention", "moe"]},
 }
 
 

@@ -36,6 +36,10 @@ NOT_READ = {
     ("muse_glimmer_text", "gguf"): "architecture muse-glimmer is not supported",
     ("qwen3_next", "gguf"): "architecture qwen3next is not supported",
     **{(name, "gguf"): "architecture deepseek2 is not supported" for name in OF_LATENTS},
+    ("granitemoehybrid", "gguf"): "architecture granitehybrid is not supported",
+    ("nemotron_h", "gguf"): "architecture nemotron_h_moe is not supported",
+    ("gemma4_text", "gguf"): "Validation error for field 'num_key_value_heads'",  # of which llama.cpp has a list
+    ("gemma4_unified_text", "gguf"): "Validation error for field 'num_key_value_heads'",
     ("gpt_oss", "gguf"): "TypeError: only 0-dimensional arrays",
 }
 OF_EXPERTS = ("olmoe", "mixtral", "qwen3_moe", "glm4_moe", "qwen3_5_moe_text", "qwen3_next", "nemotron_h")
