@@ -72,7 +72,7 @@ def result_table(result: FitResult, top: int = SHOWN, given: Config | None = Non
         lines += ["", f"{number}:" if change else f"{number}: as given", *wrapped(flags(change), "    ")]
     lines += ["", *layouts_tried(result), *larger_steps(result)]
     if result.rows[0].plan and result.rows[0].plan.experts:
-        lines += ["", "of the first row:", *(f"  {line}" for line in result.rows[0].plan.experts)]
+        lines += ["", f"of the first row: {result.rows[0].plan.experts}"]
     if result.left_out:
         now = result.rows[0].estimate.seconds
         gains = ", ".join(f"{word} ({1 - s / now:.0%} faster by estimate)" for word, s in result.left_out.items())

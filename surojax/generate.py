@@ -192,6 +192,9 @@ def parser() -> argparse.ArgumentParser:
         help="continue each prompt several times, with log-probabilities, into a new .jsonl file of rows to train on "
         "with objective=grpo, once rewards are added",
     )
+    into_file.add_argument(
+        "--routed-experts", action="store_true", help="--rollouts: with the experts of each token, for router_replay"
+    )
     into_file.add_argument("--samples", type=int, help=f"--rollouts: completions of a prompt (default {SAMPLES})")
     arguments.add_argument(
         "--tokenizer", default="", help="tokenizer.json, if it is no longer where the run's config says"
@@ -210,6 +213,8 @@ def main(argv: list[str] | None = None) -> None:
             raise ConfigError("--system, --chat-template: expected --chat with them, got none; add it")
         if args.samples is not None and not args.rollouts:
             raise ConfigError(f"--samples: expected --rollouts with it, got none beside {args.samples}; add it")
+        if args.routed_experts and not args.rollouts:
+            raise ConfigError("--routed-experts: expected --rollouts with it, got none; add it")
         samples = SAMPLES if args.samples is None else args.samples
         if not 1 <= samples <= MOST_SAMPLES or (args.rollouts and not args.max_tokens):
             got = f"{samples} of {args.max_tokens} tokens"
@@ -217,12 +222,17 @@ def main(argv: list[str] | None = None) -> None:
         with in_words_of("--checkpoint"):
             trained = load_trained(args.checkpoint, args.tokenizer, args.chat_template)
         model, weights, tokenizer = trained[:3]
+        if args.routed_experts and not any(segment.choices for segment in model.segments):
+            raise ConfigError("--routed-experts: expected a model with experts, got one without any; leave it out")
         options = {
             "max_tokens": args.max_tokens, "temperature": args.temperature, "top_p": args.top_p, "seed": args.seed,
             "stop_ids": tokenizer.stop_ids, "vocab_size": tokenizer.vocab_size,
         }  # fmt: skip
         if args.rollouts:
-            kind = {"chat": args.chat, "system": args.system, "samples": samples, "multiple_of": LENGTHS}
+            kind = {
+                "chat": args.chat, "system": args.system, "samples": samples, "multiple_of": LENGTHS,
+                "routed_experts": args.routed_experts,
+            }  # fmt: skip
             prompts = typed_lines("Ctrl-D ends the program") if args.prompt is None else args.prompt
             write_rollouts(trained, prompts, Path(args.rollouts), **kind, **options)
             return

@@ -12,6 +12,7 @@ tests/test_on_gpu.py.
 import collections
 import contextlib
 import gc
+import math
 import os
 import random
 import site
@@ -22,13 +23,14 @@ import time
 from pathlib import Path
 
 import pytest
+import touched
 
 STARTED = pytest.StashKey[float]()  # of the run, in seconds since the epoch
 
 
 def pytest_addoption(parser):
     parser.addoption("--all", action="store_true", help="also run the tests marked `full`")
-    text = "start no test later than this; first come files changed lately, in another order each time, then the others"
+    text = "start no test later than this; first come the tests that import what changed lately, the nearest first"
     parser.addoption("--minutes", type=float, help=text)
     text = "draw the rows of tests/test_drawn.py, and pairs of settings that may be refused, by another seed than 0"
     parser.addoption("--drawn-by", type=int, default=0, metavar="SEED", help=text)
@@ -164,8 +166,8 @@ def pytest_collection_modifyitems(config, items):
     if config.option.minutes is not None:
         files = sorted({item.path for item in items})
         random.Random(config.stash[STARTED]).shuffle(files)
-        changed = changed_lately(config.rootpath)
-        files.sort(key=lambda file: file not in changed)
+        near = touched.distances(config.rootpath, changed_lately(config.rootpath))
+        files.sort(key=lambda file: near.get(file, math.inf))
         items.sort(key=lambda item: files.index(item.path))
     if config.option.all or config.option.markexpr or any("::" in argument for argument in config.args):
         return

@@ -138,6 +138,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "top_k_experts": 2,
         "moe_intermediate_size": 32,
     },
+    "gemma4_text inputs": {"layer_types": [SLIDING, FULL] * 3, "num_kv_shared_layers": 2, "use_double_wide_mlp": True}
+    | {"hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": 64, "attention_k_eq_v": False},
     "gemma4_text full": {"num_hidden_layers": 2, "layer_types": [FULL, FULL], "final_logit_softcapping": None},
     "deepseek_v3 plain": {"q_lora_rank": None, "rope_interleave": False, "rope_parameters": None, "n_group": 1}
     | {"topk_group": 1, "attention_bias": True},
@@ -151,6 +153,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "norm_topk_prob": False,
     },
 }
+ADAPTED = ("gemma4_text inputs",)  # those with matrices of their own, which are also exported with adapters
 FOLDERS = ("float32", "bfloat16", "float16", "fp8", "nvfp4", "mxfp4")
 KINDS = (*FOLDERS, "made", "merged", "adapter", "gguf")
 LAYOUTS = ("apart", "together")
@@ -189,7 +192,8 @@ def refused(case: Case) -> str:
     """The reason why there is no such export; "": there is."""
     family = FAMILIES[case.family.split()[0]]
     in_one_layout = case.layout == "together" and not family.expert_files.only
-    if case.family in VARIANTS and (case.kind not in ("float32", "made") or in_one_layout):
+    kinds_of_variants = ("float32", "made", "adapter", "merged") if case.family in ADAPTED else ("float32", "made")
+    if case.family in VARIANTS and (case.kind not in kinds_of_variants or in_one_layout):
         return "of one model of a family"
     has_experts = bool({"mlp.router", "mlp.experts.router"} & family.tensors.keys())
     if case.layout == "together" and not has_experts:
@@ -221,8 +225,8 @@ def config_of(case: Case) -> dict[str, Any]:
     if case.kind in ("fp8", "nvfp4"):
         given |= {"hidden_size": 128, "intermediate_size": 256}  # blocks of compressed-tensors are whole ones
         widths = ("moe_intermediate_size", "shared_expert_intermediate_size", "shared_intermediate_size")
-        widths += ("moe_shared_expert_intermediate_size",)
-        given |= {name: 128 for name in widths if name in given}
+        widths += ("moe_shared_expert_intermediate_size", "hidden_size_per_layer_input")
+        given |= {name: 128 for name in widths if given.get(name)}
         given |= dict.fromkeys(LATENT_SIZES, 128) if "kv_lora_rank" in given else {}
     if case.kind == "gguf":  # transformers reads neither head_dim nor the experts' width, and takes those of the family
         given |= {"moe_intermediate_size": 768} if family == "qwen3_moe" else {}

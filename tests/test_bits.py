@@ -24,6 +24,11 @@ CASES = {
         ("model_dtype=float32",),
         "offload_saved@4,nvme@4,overlap_update@4,device_memory@4",
     ),
+    # A head that is the embedding adds to the table what XLA could add before the tokens' rows, or after them.
+    "tied": (
+        ("model_dtype=float32", "model.tie_word_embeddings=True"),
+        "offload_saved@4,nvme@4,overlap_update@4,device_memory@4",
+    ),
     # A softmax divides by the same sum forward and backward; the norm of adapters is a sum over small arrays.
     "saved": (("model_dtype=float32",), "tp_saved@2,lora_offload_all"),
     "adamw8bit": (

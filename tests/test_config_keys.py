@@ -28,7 +28,7 @@ from surojax.families.family import REQUIRED
 from surojax.families.registry import FAMILIES
 from surojax.models import decoder_model
 from surojax.models.decoder_config import DecoderConfig
-from surojax.step.outer import embed
+from surojax.step.outer import first_input
 
 FIXTURES = Path(__file__).parent / "fixtures"
 OWNED = json.loads((FIXTURES / "owned_keys.json").read_text())
@@ -262,7 +262,7 @@ def computed(config: DecoderConfig, weights: Weights) -> np.ndarray:
     model = decoder_model.build(config)
     layer, outer = readers(weights)
     outer_weights = jax.tree.map(jnp.asarray, outer(model))
-    x_BSD = embed(model, outer_weights["embed"], TOKENS)
+    x_BSD = first_input(model, outer_weights, jnp.asarray(TOKENS))
     places = {number: (segment, l) for segment in model.segments for l, number in enumerate(segment.numbers)}
     for number in sorted(places):
         segment, l = places[number]

@@ -13,9 +13,26 @@ MOE = {"num_experts": 4, "num_experts_per_tok": 2, "num_hidden_layers": 4}
 LLAMA3 = {"rope_scaling": "llama3", "rope_factor": 8.0}
 YARN = {"rope_scaling": "yarn", "rope_factor": 8.0}
 CUDNN = {"attention": "cudnn", "num_attention_heads": 2, "num_key_value_heads": 2}
+SLIDES = {"layer_types": "sliding_attention,global_attention", "sliding_window": 8, "num_hidden_layers": 5}
 MOSAIC = {"attention": "mosaic", "model_dtype": "bfloat16"}
 # (fields, the one that is wrong, accepted values, a refused value, the refusal)
 LIMITS: list[tuple[dict[str, Any], str, tuple, Any, str]] = [
+    (
+        SLIDES,
+        "num_kv_shared_layers",
+        (0, 1, 2, 3),
+        4,
+        "fewer layers, so that one with layer_types global_attention is before them, whose keys they read, got 4; "
+        "lower it",
+    ),
+    (SLIDES, "num_kv_shared_layers", (3,), 5, "fewer than num_hidden_layers=5, got 5; lower it"),
+    (
+        {"vocab_size": 64, "hidden_size_per_layer_input": 4},
+        "vocab_size_per_layer_input",
+        (0, 64, 80),
+        63,
+        "0, or vocab_size=64 or more, a row of each token, got 63; use 0",
+    ),
     (
         {"num_attention_heads": 8},
         "num_key_value_heads",

@@ -15,7 +15,7 @@ from surojax.config.fields import default_config
 from surojax.planner import candidate, footprint, links, products, stages, step_collectives
 from surojax.planner.gpus import with_nodes
 from surojax.planner.run_plan import checked
-from surojax.planner.traffic import batch_of, device_traffic
+from surojax.planner.traffic import batch_of
 
 STORED = Path(__file__).parent / "fixtures" / "estimates.json"
 SMALL = {
@@ -118,12 +118,10 @@ def estimates(gpu: str, changes: dict[str, Any]) -> dict[str, Any]:
     found = {f"bytes on a {platform}": footprint.by_class(run, batch, platform) for platform in ("cpu", "gpu")}
     sent = step_collectives.collective_bytes(run, batch)
     found["bytes sent"] = {f"{op} over {axis}": size for (op, axis), size in sent.items()}
-    found["bytes/s between GPUs"] = {f"{op} over {axis}": links.bandwidth(facts, mesh, op, axis) for op, axis in sent}
     found["rates between GPUs"] = {f"{op} over {axis}": links.rate(facts, mesh, op, axis) for op, axis in sent}
     found["hops"] = {f"{op} over {axis}": links.hops(facts, mesh, op, axis) for op, axis in sent}
     found["between machines"] = ", ".join(links.crossing(facts, mesh))
     found["flops"] = dict(products.step_flops(run, batch))
-    found["device traffic"] = device_traffic(run, batch)
     of_gpu = candidate.estimated(c, facts)
     found["needs"] = of_gpu.need._asdict()
     found["seconds"] = of_gpu.phases

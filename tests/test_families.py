@@ -108,7 +108,8 @@ def test_the_embedding_is_scaled_by_a_rounded_root():
     """sqrt(32) = 5.657 is 5.65625 in bfloat16, as in transformers, which published models were trained with."""
     table = normal(0, (64, 32)).astype("bfloat16")
     ids = jnp.arange(6).reshape(2, 3)
-    model = SimpleNamespace(embedding_scale=GEMMA.embedding_scale, embedding_norm_eps=None)
+    how = {"embedding_scale": GEMMA.embedding_scale, "embedding_norm_eps": None, "channels": GEMMA.channels}
+    model = SimpleNamespace(**how)
     outer = OuterLayers(model, CrossEntropy(), 1, (), {"embed": table})  # type: ignore[arg-type]
     found = outer.embed(ids)
     np.testing.assert_array_equal(found, table[ids] * table.dtype.type(5.65625))

@@ -11,15 +11,16 @@ import numpy as np
 import pytest
 import safetensors.numpy
 from commands import convert
-from exports import Case, config_of, drawn, model_of
+from exports import Case, Drawn, config_of, model_of
 from small import paired
 from test_export import run_config
 from test_huggingface import save_tokenizer
 
 from surojax import read_metrics, train
 from surojax.config.fields import kinds
-from surojax.exchange import peft
-from surojax.exchange.model_tensors import SINGLE, shapes
+from surojax.exchange import config_json, peft
+from surojax.exchange.export import export
+from surojax.exchange.model_tensors import SINGLE
 from surojax.exchange.naming import naming_of
 from surojax.models.kinds.targets import ALL_LINEAR, adaptable, named
 
@@ -38,6 +39,7 @@ FAMILIES = (
     "granitemoehybrid",
     "nemotron_h",
     "gemma4_text",
+    "gemma4_text inputs",
 )
 BASES = ("qlora_bnb", "qlora_fp8", "qlora_fp4")
 
@@ -45,22 +47,10 @@ BASES = ("qlora_bnb", "qlora_fp8", "qlora_fp4")
 def folder_of(path: Path, family: str) -> Path:
     """A model whose rows are whole blocks of every format, and a tokenizer."""
     config = config_of(Case(family, "together", "nvfp4"))
-    path.mkdir()
-    (path / "config.json").write_text(json.dumps(config))
-    of_model = shapes(model_of(config)[1])
-    tensors = {name: drawn(name, shape) + ("norm" in name or "scalar" in name) for name, shape in of_model.items()}
-    safetensors.numpy.save_file(apart(tensors), path / SINGLE)
+    _, model = model_of(config)
+    export(Drawn(model), model, config_json.completed(config, "float32"), {}, path, dtype="float32")
     save_tokenizer(path / "tokenizer.json")
     return path
-
-
-def apart(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """The tensors with one for each expert in place of `[experts, out, in]`."""
-    found = {}
-    for name, x in tensors.items():
-        before, is_of_experts, last = name.rpartition(".experts.")
-        found |= {f"{before}.experts.{e}.{last}": w for e, w in enumerate(x)} if is_of_experts else {name: x}
-    return found
 
 
 @pytest.mark.full

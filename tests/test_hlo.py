@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import transfers
 
 from surojax.planner import hlo
 
@@ -102,9 +103,9 @@ ENTRY %main (a: f32[8,4]) -> f32[8,4] {
 
 
 def test_transfers_are_beside_what_is_between_their_start_and_end():
-    of = lambda *how: hlo.Transfer("body.1", 3, 2, *how)
+    of = lambda *how: transfers.Transfer("body.1", 3, 2, *how)
     layer, x = 6 * 2, 8 * 4 * 4
-    assert hlo.overlaps(hlo.parse_module(LOOP)) == [
+    assert transfers.overlaps(hlo.parse_module(LOOP)) == [
         of("h2d", True, 0, 1, False, 1, layer),
         of("all-gather", True, 0, 2, False, 1, x),
         of("d2h", True, 2, 2, True, 1, layer),

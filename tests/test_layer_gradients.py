@@ -26,11 +26,11 @@ from surojax.placement.layout import batch_sharding
 from surojax.placement.param import OUTER
 from surojax.planner import file_time, footprint
 from surojax.planner.traffic import BatchShape
+from surojax.step.between import WorkWeights
 from surojax.step.file_step import UpdatingRounds
 from surojax.step.several_programs import SeveralPrograms
 from surojax.step.state_plan import bytes_per_device, leaf_bytes
 from surojax.step.train_step import evaluated, up_to_date
-from surojax.step.work_weights import WorkWeights
 
 A, B, S = 3, 4, 16
 IN_MEMORY: dict[str, Any] = {"offload_weights": True, "offload_grads": True}

@@ -344,9 +344,8 @@ def test_the_planner_counts_what_a_stage_has():
         assert of_gpipe[name] == pytest.approx(of_one[name] / 4, rel=1e-3)
     assert of_gpipe["residuals"] == 16 * of_one["residuals"] / 4
     assert of_1f1b["residuals"] == 7 * of_one["residuals"] / 4
-    seven, of_seven = run(**{"model.num_hidden_layers": 7}, pp_size=4)  # 2 in a stage, as of eight
+    _, of_seven = run(**{"model.num_hidden_layers": 7}, pp_size=4)  # 2 in a stage, as of eight
     assert of_seven == of_gpipe
-    assert traffic.device_traffic(seven, batch) == traffic.device_traffic(gpipe, batch)
     flops = (sum(products.step_flops(of, batch).values()) for of in (one, gpipe))
     assert next(flops) == 4 * next(flops)
 

@@ -53,7 +53,7 @@ from surojax.optim.adamw import adamw
 from surojax.optim.optimizer import TensorContext, scalars
 from surojax.placement.layout import Layout
 from surojax.placement.param import OUTER
-from surojax.step.outer import embed
+from surojax.step.outer import first_input
 
 REFERENCE: dict[str, np.ndarray] = {}
 DEFAULTS: dict[str, dict] = {}
@@ -141,14 +141,14 @@ class ByLayer:
         return segment.cached_block(w, x, cache, variant)
 
     def logits(self, params, tokens, starts=None):
-        x = embed(self.model, params[OUTER]["embed"], tokens)
+        x = first_input(self.model, params[OUTER], tokens)
         for number, i, l in self.order:
             x = self.blocks[i](self.model.segments[i].variants[l], params[number], x, starts)
         return self.head(params[OUTER], x)
 
     def next_logits(self, params, tokens, caches: dict, start, first):
         """Logits after the last token; caches are replaced by those with these tokens."""
-        x = embed(self.model, params[OUTER]["embed"], tokens)
+        x = first_input(self.model, params[OUTER], tokens)
         for number, i, l in self.order:
             cache = Cache(caches[number], jnp.int32(start), first)
             x, cache = self.cached[i](self.model.segments[i].variants[l], params[number], x, cache)

@@ -11,6 +11,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+import touched
 import yaml
 from test_rooms import parsed
 
@@ -64,7 +65,8 @@ def test_the_workflow_runs_what_ci_runs():
 @pytest.mark.parametrize("minutes, skipped", [("0", 3), pytest.param("9", 0, marks=pytest.mark.full)])
 def test_minutes_leave_out_what_would_begin_later(tmp_path, minutes, skipped):
     """The number of tests that were not run is printed; a test of several phases is counted once."""
-    shutil.copy(ROOT / "tests/conftest.py", tmp_path)
+    for name in ("conftest.py", "touched.py"):
+        shutil.copy(ROOT / "tests" / name, tmp_path)
     (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = full: as here\n")
     (tmp_path / "test_a.py").write_text("def test_1(): pass\n\n\ndef test_2(): pass\n")
     (tmp_path / "test_b.py").write_text("import pytest\n\n\n@pytest.mark.full\ndef test_3(): pass\n")
@@ -75,6 +77,24 @@ def test_minutes_leave_out_what_would_begin_later(tmp_path, minutes, skipped):
     assert (late in done.stdout) == bool(
         skipped
     ) and f"{skipped or 3} {'skipped' if skipped else 'passed'}" in done.stdout
+
+
+def test_tests_that_a_change_touches_are_the_nearest_by_their_imports(tmp_path):
+    files = {
+        "surojax/step/low.py": "",
+        "surojax/high.py": "def f():\n    from surojax.step import low\n",
+        "tests/small.py": "import surojax.high\n",
+        "tests/test_low.py": "from surojax.step.low import x\n",
+        "tests/test_high.py": "from small import tokens\n",
+        "tests/test_other.py": "import json\n",
+    }
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    found = touched.distances(tmp_path, {tmp_path / "surojax/step/low.py"})
+    numbers = {"surojax/step/low.py": 0, "tests/test_low.py": 1, "surojax/high.py": 1}
+    numbers |= {"tests/small.py": 2, "tests/test_high.py": 3}
+    assert found == {tmp_path / name: number for name, number in numbers.items()}
 
 
 def names_of_modules(kind: type[ast.ClassDef] | type[ast.FunctionDef]) -> dict[str, set[Path]]:

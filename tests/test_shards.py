@@ -36,6 +36,19 @@ def test_files_are_those_of_the_library(tmp_path, dtype):
             assert other.tobytes() == array.tobytes()
 
 
+@pytest.mark.parametrize("piece", [1, 100, 1 << 20])
+def test_parts_are_those_of_the_whole(tmp_path, monkeypatch, piece):
+    """Of rows and of columns, which are read in pieces of all rows."""
+    monkeypatch.setattr(shards, "PIECE_BYTES", piece)
+    rng = np.random.default_rng(0)
+    tensors = {"a": rng.random((2, 3)), "b": rng.random((7, 12)).astype(ml_dtypes.bfloat16), "c": rng.random((4, 6, 2))}
+    safetensors.numpy.save_file(tensors, tmp_path / "file")
+    file = shards.Shard(tmp_path / "file")
+    for name, axis, parts in (("b", 1, 4), ("b", 0, 7), ("c", 1, 3), ("c", 0, 2)):
+        for i, expected in enumerate(np.split(tensors[name], parts, axis)):
+            np.testing.assert_array_equal(file.read_part(name, i, parts, axis), expected)
+
+
 def header(path: Path, change) -> None:
     """Changes the header of a file in place; it becomes a file with another header of the right length."""
     content = path.read_bytes()

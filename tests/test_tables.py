@@ -11,7 +11,7 @@ from surojax.data import decompression, entries, run_data, templates
 from surojax.exchange import export, gguf_export, gguf_file, gguf_metadata, missing, peft, shards
 from surojax.families import family, gemma
 from surojax.models import lora, operations
-from surojax.planner import choices, costs, drives, gpus, hlo, plan_text, products, rates, roofline
+from surojax.planner import choices, costs, drives, gpus, hlo, products, rates
 from surojax.run import trackers
 
 ARCHITECTURES = {name: [x.architecture for x in all_] for name, all_ in gguf_file.OF_FAMILY.items()}
@@ -48,7 +48,6 @@ ARCHITECTURES.pop("gemma4_unified_text")  # read as the other Gemma 4
         gpus.SM_FLOP,
         gpus.SOURCES,
         gpus.REFUSED,
-        plan_text.RESOURCES,
         products.HLO_DTYPES,
         rates.WORDS,
         trackers.TRACKERS,
@@ -84,9 +83,7 @@ def test_every_rate_has_ends_and_a_word():
 
 
 def test_rows_that_others_index():
-    """A resource of a bound, a collective, a stream of work, a dtype of products."""
-    bounds = roofline.bounds(gpus.GPUS["h100"], flops={"bfloat16": 1.0}, device_bytes=1, link_bytes=1, h2d=1, d2h=1)
-    assert plan_text.RESOURCES.keys() == bounds.keys()
+    """A collective, a stream of work, a dtype of products."""
     assert costs.OF_COLLECTIVE.keys() == hlo.WIRE.keys()
     assert set(costs.TRANSFERS) == {costs.GATHER, costs.REDUCE, costs.HOST_IN, costs.HOST_OUT}
     assert set(costs.STREAMS) == {costs.MAIN, costs.SIDE, costs.HOST_IN, costs.HOST_OUT, costs.COLLECTIVES}

@@ -77,7 +77,7 @@ def check_block(block: type, model: Model, dtype: str) -> None:
     whole = model.rebuild(Compute(attention="xla"))
     params = whole.abstract_params(dtype)
     name = f"block: {block.__name__}.__call__"
-    x_BSD = jax.ShapeDtypeStruct((ROWS, TOKENS, whole.hidden_size), dtype)
+    x_BSD = jax.ShapeDtypeStruct((ROWS, TOKENS, whole.channels.all), dtype)
     for segment in whole.segments:
         layer = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), params[segment.name])
 

@@ -103,6 +103,16 @@ class ModelFields(Section):
     r"""their key/value heads; 0 = num_key_value_heads."""
     attention_k_eq_v: bool
     r"""their values are the products that their keys are made of, before norm and rotary embedding."""
+    num_kv_shared_layers: int
+    r"""last layers whose attention reads keys and values of the last earlier layer of the same mixer (Gemma 4 E2B,
+    E4B)."""
+    use_double_wide_mlp: bool
+    r"""the MLPs of those layers have twice the intermediate_size."""
+    hidden_size_per_layer_input: int
+    r"""channels of an input that each layer has of each token, by tables of its own (Gemma 4 E2B, E4B); 0 =
+    none."""
+    vocab_size_per_layer_input: int
+    r"""rows of those tables; 0 = vocab_size."""
     q_lora_rank: int
     r"""mixers "latent_attention": rank of the queries; 0 = their matrix is one."""
     kv_lora_rank: int
@@ -481,6 +491,8 @@ class Config(Section):
     r"""grpo: ratios of probabilities are of each "token", or of a whole "sequence" (GSPO)."""
     max_completion_length: int
     r"""grpo, grpo_loss_type dr_grpo: tokens that a completion has at most."""
+    router_replay: bool
+    r"""grpo, models with experts: send tokens to the experts that routed_experts of the rows name."""
     center_rewards_coefficient: float
     r"""reward: weight of the square of the sum of both rewards, which keeps them near 0 (0.01 is usual)."""
     distill_path: str
@@ -585,6 +597,10 @@ class Sizes(TypedDict, total=False):
     global_head_dim: int
     num_global_key_value_heads: int
     attention_k_eq_v: bool
+    num_kv_shared_layers: int
+    use_double_wide_mlp: bool
+    hidden_size_per_layer_input: int
+    vocab_size_per_layer_input: int
     q_lora_rank: int
     kv_lora_rank: int
     qk_nope_head_dim: int
@@ -760,6 +776,7 @@ class FieldsOfTrain(TypedDict, total=False):
     grpo_loss_type: Literal["dapo", "grpo", "dr_grpo"]
     importance_sampling_level: Literal["token", "sequence"]
     max_completion_length: int
+    router_replay: bool
     center_rewards_coefficient: float
     distill_path: str
     distill_weight: float

@@ -6,7 +6,7 @@ folder for each part ("train", "held_out"):
     tokens.bin    uint16, or uint32 if the vocabulary has more than 65,536 ids
     trained.bin   a byte per token: 1 if the token is a target of the loss; exists only if a token is untrained
     offsets.bin   int64 [examples + 1]: example i is tokens[offsets[i] : offsets[i + 1]]
-    NAME.bin      float32 [tokens]: further numbers of the tokens, by any other name
+    NAME.bin      float32 [tokens] or [tokens, width]: further numbers of the tokens, by any other name
 
     checked.json  the size and times of each file when its content was last compared with the digest in meta.json
 
@@ -65,6 +65,7 @@ class PartWriter:
     num_bytes: int = 0
     _files: dict[str, BinaryIO] = field(default_factory=dict)
     _hashes: dict[str, Any] = field(default_factory=dict)
+    _widths: dict[str, int] = field(default_factory=dict)  # of the numbers of which a token has several
 
     def __post_init__(self) -> None:
         self.folder.mkdir(parents=True)
@@ -80,7 +81,7 @@ class PartWriter:
         num_bytes: int = 0,
         numbers: Mapping[str, np.ndarray] | None = None,
     ) -> None:
-        """Appends tokens. trained: bool [tokens]; None: all are. numbers: float32 [tokens] by name, as in all calls.
+        """Appends tokens. trained: bool [tokens]; None: all are. numbers: see `Corpus`, as in all calls.
 
         ends: int [examples], how many of these tokens precede the end of each example that ends here; None: the last
         example goes on. num_bytes: length in UTF-8 of the texts that end here, if they are plain text.
@@ -93,6 +94,7 @@ class PartWriter:
         self._append("tokens", ids.astype(self.dtype))
         for name, values in (numbers or {}).items():
             self._append(name, values.astype(np.float32))
+            self._widths |= {name: values.shape[1]} if values.ndim == 2 else {}
         if ends is not None:
             self._append("offsets", self.num_tokens + ends.astype(np.int64))
             self.num_examples += len(ends)
@@ -102,7 +104,8 @@ class PartWriter:
     @property
     def num_bytes_written(self) -> int:
         """Bytes in the files, including those that are still buffered."""
-        size = np.dtype(self.dtype).itemsize + ("trained" in self._files) + 4 * len(self._files.keys() - DTYPES.keys())
+        numbers = sum(self._widths.get(name, 1) for name in self._files.keys() - DTYPES.keys())
+        size = np.dtype(self.dtype).itemsize + ("trained" in self._files) + 4 * numbers
         return self.num_tokens * size + (self.num_examples + 1) * 8
 
     def finish(self) -> dict[str, Any]:
@@ -125,7 +128,7 @@ class PartWriter:
             "fingerprint": digest.hexdigest()[:16],
             "sizes": sizes,
             "digests": digests,
-        }
+        } | ({"widths": self._widths} if self._widths else {})
 
     def close(self) -> None:
         """Closes the files, even if the part is incomplete."""

@@ -40,7 +40,7 @@ class Corpus:
     name: source of the examples, for messages.
     offsets: int64 [examples + 1], where each example starts and the last one ends; None: one example.
     trained: bool [tokens], whether a token is a target of the loss; None: all are.
-    numbers: further arrays by name, float32 [tokens].
+    numbers: further arrays by name, float32 [tokens] of labels, or [tokens, width] of inputs.
     """
 
     tokens: np.ndarray
@@ -124,6 +124,7 @@ def _times(target: Path, meta: Mapping[str, Any]) -> dict[str, list[int]]:
 def _open_part(target: Path, part: str, info: dict[str, Any], name: str, checked: Mapping[str, Any]) -> Corpus:
     """Maps the files of a part. Raises ValueError if one is not as it was written."""
     dtypes = DTYPES | {"tokens": np.dtype(info["dtype"])}
+    widths = info.get("widths", {})
     arrays = {}
     mappings = []
     for file, size in info["sizes"].items():
@@ -148,7 +149,11 @@ def _open_part(target: Path, part: str, info: dict[str, Any], name: str, checked
         arrays["offsets"],
         arrays.get("trained"),
         tuple(mappings),
-        {name: x for name, x in arrays.items() if name not in DTYPES},
+        {
+            name: x.reshape(-1, widths[name]) if name in widths else x
+            for name, x in arrays.items()
+            if name not in DTYPES
+        },
     )
 
 

@@ -41,7 +41,7 @@ class Example(NamedTuple):
     """One document, or two of a pair, one after the other.
 
     ids: int32 [tokens]. trained: bool [tokens], token i is a target of the loss; None: all are. ends: the number of
-    tokens of the first of two; (): there is one. numbers: further arrays by name, float32 [tokens].
+    tokens of the first of two; (): there is one. numbers: see `entries.Corpus`.
     """
 
     ids: np.ndarray

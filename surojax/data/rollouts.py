@@ -7,11 +7,17 @@ logprobs: of each token of a completion, when it was sampled, in nats. rewards: 
 false, which are 1 and 0. Those of a row are a group: an advantage is (reward - mean) / (standard deviation + 1e-4),
 with n - 1, as in TRL. Or `advantages`: these, computed by whoever wrote the row. Names are those that TRL's rollouts
 have.
+
+routed_experts, with `router_replay`: for each completion the experts that its prompt's and its own tokens were sent to,
+all but the last token, which no program reads: lists [tokens - 1][layers][choices], or as SGLang writes them the int32
+numbers in base64.
 """
 
+import base64
+import binascii
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -26,28 +32,70 @@ from surojax.errors import shown
 LOGPROBS = "logprobs"
 REWARDS = "rewards"
 ADVANTAGES = "advantages"
-SAMPLED, ADVANTAGE = "sampled", "advantage"  # names of the arrays of an example
+ROUTED = "routed_experts"
+SAMPLED, ADVANTAGE, ROUTES = "sampled", "advantage", "routes"  # names of the arrays of an example
+NONE = np.zeros(0)
 ROUNDING = 1e-2  # by which a log-probability may be above 0
+
+
+class Routes(NamedTuple):
+    """What a model's rows say of experts: in each of its layers a token has so many choices of so many experts."""
+
+    layers: int
+    choices: int
+    experts: int
+
+    @classmethod
+    def of(cls, c: Any) -> "Routes | None":
+        """Makes the routes of a config whose model is known; None without router_replay."""
+        model = c.model
+        return cls(model.num_hidden_layers, model.num_experts_per_tok, model.num_experts) if c.router_replay else None
+
+    def read(self, value: Any, tokens: int, name: str) -> np.ndarray:
+        """Returns a completion's choices, float32 [tokens, layers * choices], the last token's 0. Raises NotARow."""
+        shape = (tokens - 1, self.layers, self.choices)
+        expected = f"numbers of experts {[*shape]} (tokens but the last, layers, choices)"
+        numbers = _from_base64(value) if isinstance(value, str) else _array(value)
+        if isinstance(value, str) and numbers is not None and numbers.size == np.prod(shape):
+            numbers = numbers.reshape(shape)
+        if numbers is None or numbers.dtype.kind not in "iu" or numbers.shape != shape:
+            got = shown(value, 40) if numbers is None else f"{numbers.dtype} {[*numbers.shape]}"
+            raise NotARow(f"{name}: expected {expected}, got {got}")
+        if numbers.size and (numbers.min() < 0 or numbers.max() >= self.experts):
+            raise NotARow(
+                f"{name}: expected experts 0 to {self.experts - 1}, got {numbers.min()} to {numbers.max()}; replay the "
+                "choices of a model with the same experts"
+            )
+        of_last = np.zeros((1, self.layers * self.choices))
+        return np.concatenate([numbers.reshape(tokens - 1, -1), of_last]).astype(np.float32)
 
 
 @dataclass(frozen=True)
 class RolloutEncoder:
-    """Makes an example of each row, with a document for each completion; see `cache_writer.ItemEncoder`."""
+    """Makes an example of each row, with a document for each completion; see `cache_writer.ItemEncoder`.
+
+    routes: of the model, to be read of each row; None: experts choose their tokens anew.
+    """
 
     vocab_size: int
+    routes: Routes | None = None
 
     is_text = False
 
     @property
     def fingerprint(self) -> str:
-        return "rollouts 1"
+        return "rollouts 1" if self.routes is None else f"rollouts 1, experts of {[*self.routes]}"
 
     def item(self, row: DataRow | BadRow) -> Item[Example]:
         """Makes the example of a row, or a `BadRow` with the reason why not."""
         if isinstance(row, DataRow):
             try:
                 example = self._example(row.record)
-                return Item(example, item_key(new_hash(json_of(row.record))), 16 * len(example.ids))
+                return Item(
+                    example,
+                    item_key(new_hash(json_of(row.record))),
+                    16 * len(example.ids) + example.numbers.get(ROUTES, NONE).nbytes,
+                )
             except NotARow as error:
                 advice = "" if ";" in str(error) else "; correct or remove the row"
                 row = BadRow(row.where, f"{error}{advice}")
@@ -73,6 +121,7 @@ class RolloutEncoder:
         completions = _lists(record, COMPLETIONS)
         logprobs = _lists(record, LOGPROBS)
         _check_length(logprobs, completions, LOGPROBS, "lists", "completions")
+        routed = self._routed(record, completions)
         documents, trained, sampled = [], [], []
         for i, (completion, logprob) in enumerate(zip(completions, logprobs, strict=True)):
             ids = self._ids(completion, f"{COMPLETIONS}[{i}]", record)
@@ -85,8 +134,23 @@ class RolloutEncoder:
             sampled.append(np.concatenate([np.zeros(len(prompt), np.float32), numbers]))
         lengths = np.array([len(ids) for ids in documents])
         numbers = {SAMPLED: np.concatenate(sampled), ADVANTAGE: np.repeat(_advantages(record, completions), lengths)}
+        if self.routes is not None:
+            each = zip(routed, lengths.tolist(), strict=True)
+            read = [self.routes.read(value, tokens, f"{ROUTED}[{i}]") for i, (value, tokens) in enumerate(each)]
+            numbers[ROUTES] = np.concatenate(read)
         ends = tuple(np.cumsum(lengths)[:-1].tolist())
         return Example(np.concatenate(documents), np.concatenate(trained), ends, numbers)
+
+    def _routed(self, record: Mapping[str, Any], completions: list[Any]) -> list[Any]:
+        """Returns what each completion's experts were; nothing if they are not replayed. Raises NotARow."""
+        if self.routes is None:
+            if row_fields.has_content(record.get(ROUTED)):
+                advice = "set router_replay to send tokens to them again"
+                raise NotARow(row_fields.refusal("experts of tokens", ROUTED, record[ROUTED], advice))
+            return []
+        routed = _lists(record, ROUTED)
+        _check_length(routed, completions, ROUTED, "lists", "completions")
+        return routed
 
     def _ids(self, values: Any, name: str, record: Mapping[str, Any]) -> np.ndarray:
         """Checks a list of token ids and returns int32 `[tokens]`. Raises NotARow."""
@@ -149,6 +213,14 @@ def _array(values: Any) -> np.ndarray | None:
     try:
         return np.asarray(values)
     except (TypeError, ValueError, OverflowError):
+        return None
+
+
+def _from_base64(text: str) -> np.ndarray | None:
+    """Decodes int32 numbers of little end; None if the text is no such thing."""
+    try:
+        return np.frombuffer(base64.b64decode(text, validate=True), np.dtype("<i4"))
+    except (binascii.Error, ValueError):
         return None
 
 

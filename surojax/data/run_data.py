@@ -23,7 +23,7 @@ from surojax.data.examples import Encoder
 from surojax.data.given import GivenRows
 from surojax.data.prepare import DATA_CACHE, Prepared, load_corpora, load_dataset
 from surojax.data.readers import OpenSet, open_set
-from surojax.data.rollouts import RolloutEncoder
+from surojax.data.rollouts import RolloutEncoder, Routes
 from surojax.data.row_fields import DOCUMENT_TYPES, SEGMENTS
 from surojax.data.samples import IGNORED, ExampleRows, Windows, concatenated, windows_or_rows
 from surojax.data.token_rows import TokenEncoder
@@ -163,6 +163,7 @@ def load_data(
     rows: str = "",
     together: int = 1,
     is_scored: bool = False,
+    routes: Routes | None = None,
     say: Callable[[str], None] = print,
 ) -> Data:
     """Returns the samples to train on and the batches to evaluate on.
@@ -170,6 +171,7 @@ def load_data(
     `settings.data` is not read if there are `entries.datasets`. eval_batch_size: samples of an evaluation batch.
     rows: the type of rows that the objective takes; "": any other. together: so many documents of a row, which are
     samples, stay next to each other. is_scored: samples say which token is the last, see `samples.ExampleRows.padding`.
+    routes: of the model, which rows of rollouts have; None: they are not replayed.
 
     Raises ConfigError for whatever is wrong with files, rows or settings, for a set that is empty, and if neither
     `settings.data` nor an entry says what to train on.
@@ -183,7 +185,7 @@ def load_data(
     _check_rows(entries, settings, rows)
     if _has_rows(entries) and (note := templates.template_note(settings.chat_template, tokenizer)):
         say(note)
-    loader = _Loader(settings, tokenizer, open_once, say, together, tokenizer.pad_id if is_scored else None)
+    loader = _Loader(settings, tokenizer, open_once, say, together, tokenizer.pad_id if is_scored else None, routes)
     if entries.datasets:
         prepared = [loader.dataset(dataset, holds_out=not entries.validation) for dataset in entries.datasets]
     else:
@@ -312,6 +314,7 @@ class _Loader(NamedTuple):
     say: Callable[[str], None]
     together: int
     padding: int | None
+    routes: Routes | None
 
     def dataset(self, dataset: Dataset, holds_out: bool) -> Prepared:
         s = self.settings
@@ -334,7 +337,7 @@ class _Loader(NamedTuple):
         if dataset.type == "tokens":
             return TokenEncoder(self.tokenizer.vocab_size)
         if dataset.type == "rollout":
-            return RolloutEncoder(self.tokenizer.vocab_size)
+            return RolloutEncoder(self.tokenizer.vocab_size, self.routes)
         s = self.settings
         template = templates.load_template(s.chat_template, self.tokenizer)
         encoder = Encoder(dataset, self.tokenizer, template, train_on=s.train_on, system_prompt=s.system_prompt)

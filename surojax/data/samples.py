@@ -2,9 +2,9 @@
 
 A sample is a dict of int32 arrays [S]: "inputs"; "labels", the next token or IGNORED; and in packed rows "starts", for
 each position the index in its row at which its document starts. A label is the next token of the same document if that
-token is a target of the loss. A corpus with further numbers has float32 arrays [S] of those of the labels. Documents of
-which the last token is scored have "scored", 1 there and 0 elsewhere. The rest of a row is padding: input 0, label
-IGNORED, numbers 0, a document of its own.
+token is a target of the loss. A corpus with further numbers has float32 arrays, [S] of the labels, [S, width] of the
+inputs. Documents of which the last token is scored have "scored", 1 there and 0 elsewhere. The rest of a row is
+padding: input 0, label IGNORED, numbers 0, a document of its own.
 
 Documents that belong to each other, as both answers of a preference, are in samples next to each other; in packed rows
 at the same position in each of them, where the shorter one is followed by padding up to the end of the longer one.
@@ -144,7 +144,10 @@ class ExampleRows:
         labels = np.full(self.sequence_len, IGNORED, np.int32)
         starts = np.empty(self.sequence_len, np.int32)
         scored = np.zeros(self.sequence_len, np.int32)
-        numbers = {name: np.zeros(self.sequence_len, np.float32) for name in self.corpus.numbers}
+        numbers = {
+            name: np.zeros((self.sequence_len, *values.shape[1:]), np.float32)
+            for name, values in self.corpus.numbers.items()
+        }
         position = 0
         for group in self.plan.row(row).tolist():
             first_piece = group * self.together
@@ -154,6 +157,9 @@ class ExampleRows:
             first = int(self.pieces.starts[piece])
             inputs[here], labels[here] = _inputs_and_labels(self.corpus, first, length)
             for name, values in self.corpus.numbers.items():
+                if values.ndim == 2:
+                    numbers[name][here] = values[first : first + length]
+                    continue
                 label_values = values[first + 1 : first + 1 + length]
                 numbers[name][position : position + len(label_values)] = label_values
                 numbers[name][here][labels[here] == IGNORED] = 0

@@ -281,11 +281,18 @@ def _without_parts_of_rows(
             parts.setdefault(part.name, []).append(name)
     pieces = {}
     for name, names in parts.items():
-        part = part_of_rows(names[0])
+        in_order = sorted(names, key=_number_of_part)
+        part = part_of_rows(in_order[0])
         assert part is not None
-        shape = shape_of_all(part, ours[names[0]], convolution=True)
-        pieces[naming.placed(name)] = _Piece(tuple(sorted(names)), shape)
+        shape = shape_of_all(part, ours[in_order[0]], len(in_order), convolution=True)
+        pieces[naming.placed(name)] = _Piece(tuple(in_order), shape)
     return {name: shape for name, shape in ours.items() if part_of_rows(name) is None}, pieces
+
+
+def _number_of_part(name: str) -> int:
+    """The number of the part of another tensor that our name stands for; 0 for a tensor of its own."""
+    part = part_of_rows(name)
+    return part.part if part else 0
 
 
 def _with_shared_scales(pieces: dict[str, _Piece], model: Model, dtype: str) -> dict[str, _Piece]:
@@ -326,8 +333,8 @@ def _cast(tensors: Tensors, pieces: list[_Piece], files: ExpertFiles, dtype: str
             continue
         if names != piece.names:  # all experts of a tensor are read at once, and follow each other
             names, read = piece.names, [tensors.read(name) for name in piece.names]
-        if part_of_rows(name):
-            tensor = joined(read, piece.shape)
+        if part := part_of_rows(name):
+            tensor = joined(read, part, piece.shape)
         else:
             tensor = expert_tensors.join_experts(read, files) if piece.of_all else read[0]
         tensor = tensor if piece.expert is None else tensor[piece.expert]

@@ -137,7 +137,8 @@ def export_gguf(
     for name, ours in in_files.items():
         part = part_of_rows(ours[0])
         kind = kinds[ours[0]]
-        shape = shape_of_all(part, expected[ours[0]], convolution=False) if part else expected[ours[0]]
+        shape = expected[ours[0]]
+        shape = shape_of_all(part, shape, len(ours), convolution=False) if part else shape
         if transform := transform_of(name, family):
             shape = transform.shape_in_file(shape)
         stored = [(name, shape)]

@@ -19,7 +19,7 @@ from surojax.exchange.expert_tensors import ExpertTensor, of_each, parts_in
 from surojax.exchange.finite import is_finite, is_float
 from surojax.exchange.huggingface import Float8Scales, float8_scales, read_config, read_whole_config
 from surojax.exchange.joined_rows import RowsOf
-from surojax.exchange.naming import is_of_further_layers, naming_of
+from surojax.exchange.naming import is_no_part, naming_of, number_of_layers
 from surojax.exchange.shards import Shard
 from surojax.families.family import TENSOR_NAMES
 from surojax.families.names import by_our_name
@@ -65,8 +65,8 @@ class Weights:
     Matrices that bitsandbytes stored in NF4, compressed-tensors in NVFP4, and experts in MXFP4, are dequantised too.
     `read_coded` reads all of them as they are.
 
-    Of an image-text model these are the language model's tensors; `left_aside` has the names of the other tensors,
-    and of layers that predict further tokens, see beside.py.
+    Of an image-text model these are the language model's tensors; `left_aside` has the names of the other tensors, of
+    layers that predict further tokens, and of keys that no layer reads, see beside.py.
 
     Raises ConfigError if a file of the index is missing or damaged, if a tensor or its scales are not there, and if a
     tensor is stored as integers. Reading a tensor raises it if one of its numbers or scales is NaN or infinite.
@@ -80,7 +80,7 @@ class Weights:
         text_names = [
             name
             for name in files
-            if not (naming.in_whole and parts.is_of_images(name)) and not is_of_further_layers(name, config)
+            if not (naming.in_whole and parts.is_of_images(name)) and not is_no_part(name, config)
         ]
         self._stored_as = by_our_name(text_names, naming.ours, f"model_path: {self.path}")
         self.left_aside: list[str] = sorted(files.keys() - set(self._stored_as.values()))
@@ -117,7 +117,7 @@ class Weights:
         }
         self._parts: dict[str, ExpertTensor | RowsOf] = {
             **parts_in(self._in_files(), naming.expert_files),
-            **joined_rows.parts_in(self._in_files(), naming.canonical),
+            **joined_rows.parts_in(self._in_files(), naming.canonical, number_of_layers(config)),
         }
 
     def _files(self) -> dict[str, str]:
@@ -254,6 +254,8 @@ class Weights:
         if part := self._parts.get(name):
             if self.format_of(name) == "mxfp4":
                 return read_dequantised(self, name, "bfloat16")  # which is exact
+            if isinstance(part, RowsOf) and self._is_plain(part.name):
+                return self._read(part.name, part)
             return part.tensor(self.read(expert_name) for expert_name in part.names)
         if name in self.in_nf4:
             return read_dequantised(self, name, self.in_nf4[name].dtype)
@@ -269,9 +271,18 @@ class Weights:
         """Reads the scales of a float8 matrix, as float32."""
         return self._read(name + self._float8.suffix).astype(np.float32)
 
-    def _read(self, name: str) -> np.ndarray:
+    def _is_plain(self, name: str) -> bool:
+        """True if a tensor's numbers are stored as they are."""
+        return not self.format_of(name)
+
+    def _read(self, name: str, part: RowsOf | None = None) -> np.ndarray:
+        """Reads a tensor as it is stored, or a part of it. Raises ConfigError if it cannot be read or is not finite."""
         try:
-            array = self._shard_of[name].read(self._stored_as[name])
+            if part is None:
+                array = self._shard_of[name].read(self._stored_as[name])
+            else:
+                array = self._shard_of[name].read_part(self._stored_as[name], part.part, part.parts, part.axis)
+                array = array.reshape(part.shape(self._entry(name).shape))
         except (OSError, ValueError) as error:
             reason = " ".join(str(error).split())
             raise ConfigError(f"model_path: cannot read {name} in {self.path} ({reason}); {AGAIN}") from error
@@ -379,8 +390,10 @@ def check_tensors(weights: Tensors, model: Model) -> None:
                 "untied_head=False, if its head is the embedding"
             )
         otherwise = f"{AGAIN}, or correct its config.json if that is of another model"
-        got = missing.named_instead(lacking[0], names, otherwise)
-        raise ConfigError(f"model_path: expected {lacking[0]} in {weights.path}, {got}")
+        part = joined_rows.part_of_rows(lacking[0])
+        tensor = part.name if part else lacking[0]
+        got = missing.named_instead(tensor, names, otherwise)
+        raise ConfigError(f"model_path: expected {tensor} in {weights.path}, {got}")
     # A tied head is the embedding, and the frequencies of old checkpoints follow from rope_theta.
     unused = {name for name in names - expected.keys() if not name.endswith("rotary_emb.inv_freq")}
     tied_head = model.head == "embed" and TENSOR_NAMES["head"] in unused

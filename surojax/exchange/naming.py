@@ -82,18 +82,33 @@ class Naming(NamedTuple):
 LAYER = re.compile(rf"(?:^|\.)layers\.({NUMBER})\.")
 
 
-def is_of_further_layers(name: str, config: dict[str, Any]) -> bool:
-    """True for tensors that predict further tokens, such as those of layers behind the last. config: config.json."""
+def is_no_part(name: str, config: dict[str, Any]) -> bool:
+    """True for tensors that the model does not compute with. config: config.json.
+
+    They predict further tokens, such as those of layers behind the last, or are what transformers does not read either.
+    """
     config = parts.text_config(config) if parts.has_parts(config) else config
     family = FAMILIES.get(str(config.get("model_type")))
     if family and family.further_tensors and name.startswith(family.further_tensors):
         return True
     number = LAYER.search(name)
-    if family is None or not family.further_layers or number is None:
+    if family is None or number is None:
         return False
     given = family.defaults | config
+    if family.is_unread and family.is_unread(int(number[1]), name[number.end() :], given):
+        return True
+    if not family.further_layers:
+        return False
     first = given["num_hidden_layers"]
     return first <= int(number[1]) < first + (given[family.further_layers] or 0)
+
+
+def number_of_layers(config: dict[str, Any]) -> int:
+    """The number of layers of a model with this config.json, alone or as part of an image-text model; 0: not known."""
+    config = parts.text_config(config) if parts.has_parts(config) else config
+    family = FAMILIES.get(str(config.get("model_type")))
+    layers = ((family.defaults if family else {}) | config).get("num_hidden_layers")
+    return layers if isinstance(layers, int) else 0
 
 
 def naming_of(config: dict[str, Any]) -> Naming:

@@ -38,6 +38,7 @@ NUMPY_DTYPES: dict[str, np.dtype] = {
     }.items()
 }
 NAMES_OF_DTYPES = {dtype: name for name, dtype in NUMPY_DTYPES.items()}
+PIECE_BYTES = 64 << 20  # of rows of which a part of the columns is read
 MAX_HEADER = 32 << 20  # bytes, of 200,000 tensors
 
 
@@ -91,6 +92,30 @@ class Shard:
         with self.path.open("rb") as file:
             numbers = np.fromfile(file, dtype, math.prod(shape), offset=start)
         return numbers.reshape(shape)
+
+    def read_part(self, name: str, part: int, parts: int, axis: int) -> np.ndarray:
+        """Reads one of so many equal parts of a tensor along its first or second axis.
+
+        Of columns, one piece of all rows is in memory after another. Raises as `read` does.
+        """
+        dtype, shape, start = self.entries[name]
+        size = shape[axis] // parts
+        if axis == 0:
+            count = size * math.prod(shape[1:])
+            with self.path.open("rb") as file:
+                numbers = np.fromfile(file, dtype, count, offset=start + part * count * dtype.itemsize)
+            return numbers.reshape(size, *shape[1:])
+        rows, *of_row = shape
+        found = np.empty((rows, size, *of_row[1:]), dtype)
+        numbers_of_row = math.prod(of_row)
+        step = max(1, PIECE_BYTES // max(1, numbers_of_row * dtype.itemsize))
+        with self.path.open("rb") as file:
+            file.seek(start)
+            for first in range(0, rows, step):
+                n = min(step, rows - first)
+                piece = np.fromfile(file, dtype, n * numbers_of_row).reshape(n, *of_row)
+                found[first : first + n] = piece[:, part * size : (part + 1) * size]
+        return found
 
 
 def _entry(name: str, entry: dict, data: int) -> tuple[TensorEntry, int]:

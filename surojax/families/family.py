@@ -18,6 +18,7 @@ import numpy as np
 
 from surojax.families import rope_keys, window_keys
 from surojax.models import decoder_model
+from surojax.models.channels import LAYER_INPUT_NORM
 from surojax.models.kinds.experts import Experts
 from surojax.models.kinds.gated_mlp import SwiGLU
 from surojax.models.kinds.self_attention import Attention
@@ -71,6 +72,7 @@ TENSOR_NAMES = {
     "norm": "model.norm.weight",
     "head": "lm_head.weight",
     "score": "score.weight",
+    LAYER_INPUT_NORM: "model.per_layer_projection_norm.weight",
     "attention_norm": LAYER + "input_layernorm.weight",
     "mlp_norm": LAYER + "post_attention_layernorm.weight",
     **in_safetensors(Attention),
@@ -268,6 +270,8 @@ class ModelFamily:
     does not describe. further_layers: the key of config.json that counts
     layers behind the last one, which predict further tokens; their tensors are left aside; "": there are none.
     further_tensors: the start of the names of tensors that predict further tokens, which are left aside; "": none.
+    is_unread: (number of a layer, the end of a name in it, config.json with the defaults) -> whether it is a tensor of
+    published files that transformers does not read, which is left aside; None: there are none.
     """
 
     model_type: str
@@ -290,6 +294,7 @@ class ModelFamily:
     further_gguf: tuple[Gguf, ...] = ()
     further_layers: str = ""
     further_tensors: str = ""
+    is_unread: Callable[[int, str, dict[str, Any]], bool] | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

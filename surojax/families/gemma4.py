@@ -4,8 +4,8 @@ There are two families of one arithmetic: of models whose images pass through an
 ("unified", 12B).
 
 Of the layers without a window keys and values may be of one product (`attention_k_eq_v`). Each layer's output is
-multiplied by a number that is not trained. Models with embeddings of each layer, and with layers that take the keys and
-values of an earlier one (E2B, E4B), are not computed.
+multiplied by a number that is not trained. Of the smaller models (E2B, E4B) each layer has an input of its own, and the
+last ones take the keys and values of earlier ones.
 """
 
 from typing import Any
@@ -27,6 +27,7 @@ from surojax.families.rope_keys import PARTIAL
 from surojax.families.window_keys import FULL, SLIDING
 from surojax.models.decoder_config import GLOBAL
 from surojax.models.kinds.gated_mlp import SwiGLU
+from surojax.models.kinds.layer_input import LayerInput
 from surojax.models.kinds.mlp_with_experts import MlpWithExperts
 from surojax.models.rotary import PROPORTIONAL
 
@@ -35,7 +36,8 @@ IN_LAYER = {HEAD_DIM: "head_dim", HEADS: "num_key_value_heads"}
 BY_LAYER = "per_layer_config"  # where transformers writes the two, by the number of a layer
 NOT_SAID = ()  # null says that heads of all layers are equal
 SHARED, CAP, LOCAL_BASE = "attention_k_eq_v", "final_logit_softcapping", "rope_local_base_freq"
-EMBEDDINGS = "hidden_size_per_layer_input"
+EMBEDDINGS, TABLE_ROWS = "hidden_size_per_layer_input", "vocab_size_per_layer_input"
+SHARED_LAYERS, DOUBLE = "num_kv_shared_layers", "use_double_wide_mlp"
 PERIOD = 6  # one layer of so many has no window, unless config.json says which
 ROPES = {
     SLIDING: {"rope_type": "default", "rope_theta": 10000.0},
@@ -105,15 +107,37 @@ def _read(given: dict[str, Any]) -> dict[str, Any]:
     return fields | {"layer_types": mixer_keys.as_field([GLOBAL if kind == FULL else SLIDING for kind in types])}
 
 
-def _read_with_experts(given: dict[str, Any]) -> dict[str, Any]:
-    """Reads a model that may have experts. Raises ConfigError if it has embeddings of each layer."""
-    if given[EMBEDDINGS] != 0:
+def _read_inputs(given: dict[str, Any], fields: dict[str, Any]) -> dict[str, Any]:
+    """Reads inputs of each layer, and the layers that share keys and values. fields: those that `_read` returns."""
+    layers, shared, rows = given["num_hidden_layers"], given[SHARED_LAYERS], given[TABLE_ROWS]
+    for key in (EMBEDDINGS, SHARED_LAYERS):
+        if type(given[key]) is not int or given[key] < 0:
+            raise ConfigError(f"model_path: config.json: {key}: expected 0 or more, got {given[key]!r}; fetch it again")
+    if given[EMBEDDINGS] and (type(rows) is not int or rows < given["vocab_size"]):
         raise ConfigError(
-            f"model_path: config.json: {EMBEDDINGS}: expected 0, got {given[EMBEDDINGS]!r}; embeddings of each layer "
-            "(Gemma 4 E2B and E4B) are not computed; give a model without them (12B, 31B, 26B-A4B)"
+            f"model_path: config.json: {TABLE_ROWS}: expected vocab_size={given['vocab_size']} or more, a row of each "
+            f"token, got {rows!r}; fetch it again"
         )
+    if shared and not given[EMBEDDINGS]:
+        raise ConfigError(
+            f"model_path: config.json: {SHARED_LAYERS}: expected 0 with {EMBEDDINGS} 0, without which transformers "
+            f"does not compute it, got {shared}; fetch it again"
+        )
+    types = mixer_keys.types_of(fields | {"num_hidden_layers": layers})
+    if shared and not {*types[: max(layers - shared, 0)]} >= {*types}:
+        raise ConfigError(
+            f"model_path: config.json: {SHARED_LAYERS}: expected fewer layers, so that each layer_types has one before "
+            f"them whose keys and values they read, got {shared} of {layers}; fetch it again"
+        )
+    inputs = {EMBEDDINGS: given[EMBEDDINGS], TABLE_ROWS: rows if given[EMBEDDINGS] else 0}
+    return fields | inputs | {SHARED_LAYERS: shared, DOUBLE: given[DOUBLE] if shared else False}
+
+
+def _read_with_experts(given: dict[str, Any]) -> dict[str, Any]:
+    """Reads a model that may have experts, and inputs of each layer."""
+    fields = _read_inputs(given, _read(given))
     if not given["enable_moe_block"]:
-        return _read(given)
+        return fields
     sizes = {name: given[theirs] for name, theirs in SIZES_OF_EXPERTS.items()}
     for name, size in sizes.items():
         if type(size) is not int or size < 1:
@@ -121,7 +145,14 @@ def _read_with_experts(given: dict[str, Any]) -> dict[str, Any]:
                 f"model_path: config.json: {SIZES_OF_EXPERTS[name]}: expected more than 0 with enable_moe_block, got "
                 f"{size!r}; fetch it again"
             )
-    return _read(given) | sizes | {"experts_beside_mlp": True, "norm_topk_prob": True}
+    return fields | sizes | {"experts_beside_mlp": True, "norm_topk_prob": True}
+
+
+def _is_unread(l: int, name: str, given: dict[str, Any]) -> bool:
+    """True for keys and values of layers that read those of earlier ones, which published files have all the same."""
+    shared = given[SHARED_LAYERS]
+    is_shared = type(shared) is int and l >= given["num_hidden_layers"] - shared
+    return is_shared and name.startswith(("self_attn.k_", "self_attn.v_"))
 
 
 def _write(fields: dict[str, Any]) -> dict[str, Any]:
@@ -151,7 +182,9 @@ def _write(fields: dict[str, Any]) -> dict[str, Any]:
 def _write_with_experts(fields: dict[str, Any]) -> dict[str, Any]:
     has_experts = fields["num_experts"] > 0
     sizes = {theirs: fields[name] if has_experts else None for name, theirs in SIZES_OF_EXPERTS.items()}
-    return _write(fields) | sizes | {EMBEDDINGS: 0, "enable_moe_block": has_experts}
+    inputs = {name: fields[name] for name in (EMBEDDINGS, SHARED_LAYERS, DOUBLE)}
+    inputs |= {TABLE_ROWS: fields[TABLE_ROWS] or fields["vocab_size"]}
+    return _write(fields) | sizes | inputs | {"enable_moe_block": has_experts}
 
 
 # In a config here, and in a config.json.
@@ -160,6 +193,7 @@ SIZES_OF_EXPERTS = {
     "num_experts_per_tok": "top_k_experts",
     "moe_intermediate_size": "moe_intermediate_size",
 }
+OF_INPUTS = in_safetensors(LayerInput) | {f"{LayerInput.name}.{x}": y for x, y in LayerInput.of_all_layers.items()}
 OF_EXPERTS = in_safetensors(MlpWithExperts)
 IN_FILES = {
     f"mlp.experts.{ours}": OF_EXPERTS[f"mlp.experts.{ours}"].replace(EXPERTS, "experts.") for ours in SwiGLU.tensors
@@ -179,14 +213,13 @@ DEFAULTS: dict[str, Any] = LLAMA_DEFAULTS | {
     SHARED: False,
     "rope_parameters": ROPES,
     BY_LAYER: NOT_SAID,
-    "use_double_wide_mlp": False,  # of layers that share keys and values, of which there are none
+    DOUBLE: False,  # of layers that share keys and values
 }
 REQUIRED: dict[str, tuple] = {
     "rope_scaling": (None,),
     "hidden_act": (ACTIVATION,),
     "hidden_activation": (ACTIVATION,),
     "use_bidirectional_attention": (None, "vision"),  # images see what follows in them
-    "num_kv_shared_layers": (0,),
 }
 OF_FAMILY: dict[str, Any] = {
     "sizes": (*SIZES, CAP, SHARED),
@@ -210,9 +243,10 @@ GEMMA4 = ModelFamily(
     | {
         "sliding_window": 512,
         EMBEDDINGS: 256,
+        TABLE_ROWS: 262144,
+        SHARED_LAYERS: 0,
         "enable_moe_block": False,
-        # Without embeddings of each layer and without experts these say nothing.
-        "vocab_size_per_layer_input": 262144,
+        # Without experts these say nothing.
         "num_experts": None,
         "top_k_experts": None,
         "moe_intermediate_size": None,
@@ -220,17 +254,18 @@ GEMMA4 = ModelFamily(
     required=REQUIRED,
     read=_read_with_experts,
     write=_write_with_experts,
-    canonical=OF_FAMILY["tensors"] | OF_EXPERTS,
+    is_unread=_is_unread,
+    canonical=OF_FAMILY["tensors"] | OF_INPUTS | OF_EXPERTS,
     expert_files=ExpertFiles("experts.gate_up_proj", "experts.down_proj", only=True, module="experts"),
-    **OF_FAMILY | {"tensors": OF_FAMILY["tensors"] | OF_EXPERTS | IN_FILES},
+    **OF_FAMILY | {"tensors": OF_FAMILY["tensors"] | OF_INPUTS | OF_EXPERTS | IN_FILES},
 )
 GEMMA4_IMAGES = ImageTextFamily(model_type="gemma4", text_types=("gemma4_text",))
 GEMMA4_UNIFIED = ModelFamily(
     model_type="gemma4_unified_text",
     transformers_class="Gemma4UnifiedForCausalLM",
     # Its class reads none of the other family's keys.
-    defaults=DEFAULTS | {"sliding_window": 1024, "vocab_size_per_layer_input": None},
-    required=REQUIRED | {EMBEDDINGS: (0, None), "enable_moe_block": (False, None)},
+    defaults=DEFAULTS | {"sliding_window": 1024, TABLE_ROWS: None},
+    required=REQUIRED | {EMBEDDINGS: (0, None), SHARED_LAYERS: (0,), "enable_moe_block": (False, None)},
     read=_read,
     write=_write,
     **OF_FAMILY,

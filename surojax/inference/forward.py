@@ -16,7 +16,7 @@ from surojax.numerics import base_formats
 from surojax.numerics.quantized import dequantise_all
 from surojax.placement.param import OUTER
 from surojax.resources import FreeMemory, free_memory
-from surojax.step.outer import embed
+from surojax.step.outer import first_input
 from surojax.step.passes import Lane
 from surojax.step.stream import Flight, Layer, Stream, over
 from surojax.step.weights import loops_over
@@ -94,22 +94,35 @@ def cached_logits(model: Model, weights, tokens_BS: jax.Array, cache, start: jax
 
     start: number of positions that are already in the cache. first_B: where the texts of the rows begin, see `Cache`.
     """
-    x_BSD = embed(model, weights[OUTER]["embed"], tokens_BS)
+    return routed_logits(model, weights, tokens_BS, cache, start, first_B)[:2]
+
+
+def routed_logits(model: Model, weights, tokens_BS: jax.Array, cache, start: jax.Array | int, first_B=None):
+    """Returns `cached_logits`, and the experts that the new positions were sent to, int32 `[layers, B, S, k]`.
+
+    Layers without a router have zeros, and k is 0 if no layer has one.
+    """
+    choices = max(segment.choices for segment in model.segments)
+    x_BSD = first_input(model, weights[OUTER], tokens_BS)
+    routes_LBSk = jnp.zeros((model.num_layers, *tokens_BS.shape, choices), jnp.int32)
 
     def layer(segment: Segment, l, w, variant: Variant, carry):
-        x_BSD, cache = carry
+        x_BSD, cache, routes_LBSk = carry
         stacks = cache[segment.name]
         before = Cache(read(stacks, l), start, first_B)
         x_BSD, after = segment.cached_block(w, x_BSD, before, variant)
-        return x_BSD, cache | {segment.name: write_layer(stacks, after.state, l)}
+        if after.decided is not None:
+            number = jnp.asarray(segment.numbers)[l]
+            routes_LBSk = routes_LBSk.at[number].set(after.decided.astype(jnp.int32))
+        return x_BSD, cache | {segment.name: write_layer(stacks, after.state, l)}, routes_LBSk
 
-    x_BSD, extended = each_layer(model, weights, x_BSD.dtype, layer, (x_BSD, cache))
-    return model.logits(weights[OUTER], x_BSD[:, -1]), extended
+    x_BSD, extended, routes_LBSk = each_layer(model, weights, x_BSD.dtype, layer, (x_BSD, cache, routes_LBSk))
+    return model.logits(weights[OUTER], x_BSD[:, -1]), extended, routes_LBSk
 
 
 def hidden(model: Model, weights, tokens_BS: jax.Array) -> jax.Array:
     """Computes the last block's output `[B, S, D]` for whole sequences, without the final norm."""
-    x_BSD = embed(model, weights[OUTER]["embed"], tokens_BS)
+    x_BSD = first_input(model, weights[OUTER], tokens_BS)
 
     def layer(segment: Segment, l, w, variant: Variant, x_BSD):
         return segment.block(w, x_BSD, None, variant)[0]

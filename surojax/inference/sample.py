@@ -3,6 +3,7 @@
 Shape suffixes: B batch, S new positions, V vocabulary.
 """
 
+import base64
 import functools
 from collections.abc import Callable, Collection, Iterator, Sequence
 
@@ -11,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from surojax.errors import ConfigError, shown
-from surojax.inference.forward import cached_logits, check_cache_room, empty_cache
+from surojax.inference.forward import check_cache_room, empty_cache, routed_logits
 from surojax.models.model import Model
 from surojax.placement.param import OUTER
 
@@ -40,28 +41,29 @@ def pick(logits_BV: jax.Array, key: jax.Array, temperature: float, top_p: float)
 def _compiled(model: Model, vocab_size: int, temperature: float, top_p: float):
     """Compiles the function that adds tokens to the cache and picks each row's next token.
 
-    It returns these, their log-probabilities, and the cache. Temperature and top_p do not change log-probabilities.
+    It returns these, their log-probabilities, the cache, and the experts of the tokens that were added, see
+    `routed_logits`. Temperature and top_p do not change log-probabilities.
     """
 
     @functools.partial(jax.jit, donate_argnums=2)
     def advance(weights, tokens_BS, cache, start, first_B, key):
-        logits_BV, cache = cached_logits(model, weights, tokens_BS, cache, start, first_B)
+        logits_BV, cache, routes_LBSk = routed_logits(model, weights, tokens_BS, cache, start, first_B)
         # Ids of rows that only pad the vocabulary are never sampled.
         ids = jax.lax.broadcasted_iota(jnp.int32, logits_BV.shape, 1)
         picked_B = pick(jnp.where(ids < vocab_size, logits_BV, -jnp.inf), key, temperature, top_p)
         logits_B = jnp.take_along_axis(logits_BV, picked_B[:, None], axis=-1)[:, 0]
-        return picked_B, logits_B - jax.nn.logsumexp(logits_BV, axis=-1), cache
+        return picked_B, logits_B - jax.nn.logsumexp(logits_BV, axis=-1), cache, routes_LBSk
 
     return advance
 
 
 def stream(model: Model, weights: dict, prompts: Sequence[np.ndarray], **options) -> Iterator[np.ndarray]:
-    """Yields the next token of every prompt, int32 `[B]`. Options: see `with_logprobs`."""
-    for next_B, _ in with_logprobs(model, weights, prompts, **options):
+    """Yields the next token of every prompt, int32 `[B]`. Options: see `sampled`."""
+    for next_B, _, _ in sampled(model, weights, prompts, **options):
         yield np.asarray(next_B)
 
 
-def with_logprobs(
+def sampled(
     model: Model,
     weights: dict,
     prompts: Sequence[np.ndarray],
@@ -72,8 +74,11 @@ def with_logprobs(
     seed: int = 0,
     vocab_size: int | None = None,
     multiple_of: int = 1,
-) -> Iterator[tuple[jax.Array, jax.Array]]:
-    """Yields the next token of every prompt, int32 `[B]`, and its log-probability, float32 `[B]`, `max_tokens` times.
+) -> Iterator[tuple[jax.Array, jax.Array, jax.Array]]:
+    """Yields the next token of every prompt, its log-probability, and experts of those before it, `max_tokens` times.
+
+    Tokens are int32 `[B]`, log-probabilities float32 `[B]`. Experts are those of the S tokens that were added to the
+    cache, int32 `[layers, B, S, k]`: first of the padded prompts, then of the token that was yielded before.
 
     Shorter prompts are padded on the left. Log-probabilities are those that training has: at temperature 1, of all rows
     of the embedding.
@@ -104,24 +109,35 @@ def with_logprobs(
     start = 0
     tokens: jax.Array | np.ndarray = tokens_BS
     for i in range(max_tokens):
-        next_B, logprob_B, cache = advance(weights, tokens, cache, start, padded, jax.random.fold_in(key, i))
+        next_B, logprob_B, cache, routes_LBSk = advance(
+            weights, tokens, cache, start, padded, jax.random.fold_in(key, i)
+        )
         start += tokens.shape[1]
         tokens = next_B[:, None]
-        yield next_B, logprob_B
+        yield next_B, logprob_B, routes_LBSk
 
 
 def rollout(
-    model: Model, weights: dict, prompt: np.ndarray, samples: int, *, stop_ids: Collection[int] = (), **options
+    model: Model,
+    weights: dict,
+    prompt: np.ndarray,
+    samples: int,
+    *,
+    stop_ids: Collection[int] = (),
+    routed_experts: bool = False,
+    **options,
 ) -> dict[str, list]:
     """Samples a row of rollouts, see `data.rollouts`, without rewards: completions of a prompt, with their end tokens.
 
-    options: of `with_logprobs`.
+    routed_experts: add the experts of all tokens. options: of `sampled`.
     """
     completions: list[list[int]] = [[] for _ in range(samples)]
     logprobs: list[list[float]] = [[] for _ in range(samples)]
     running = set(range(samples))
-    for picked in with_logprobs(model, weights, [prompt] * samples, **options):
-        next_B, logprob_B = jax.device_get(picked)
+    routes = []
+    for picked in sampled(model, weights, [prompt] * samples, **options):
+        next_B, logprob_B, routes_LBSk = jax.device_get(picked if routed_experts else (*picked[:2], None))
+        routes.append(routes_LBSk)
         for row in sorted(running):
             completions[row].append(int(next_B[row]))
             logprobs[row].append(float(logprob_B[row]))
@@ -129,7 +145,15 @@ def rollout(
                 running.remove(row)
         if not running:
             break
-    return {"prompt_ids": np.asarray(prompt).tolist(), "completion_ids": completions, "logprobs": logprobs}
+    row = {"prompt_ids": np.asarray(prompt).tolist(), "completion_ids": completions, "logprobs": logprobs}
+    if routed_experts:
+        padding = routes[0].shape[2] - len(prompt)
+        routes_BSLk = np.concatenate(routes, axis=2)[:, :, padding:].transpose(1, 2, 0, 3).astype("<i4")
+        each = zip(routes_BSLk, completions, strict=True)
+        row["routed_experts"] = [
+            base64.b64encode(x[: len(prompt) + len(completion) - 1].tobytes()).decode() for x, completion in each
+        ]
+    return row
 
 
 def generate(

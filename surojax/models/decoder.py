@@ -6,6 +6,7 @@ arrays; both compute `Block`. Parameters are `{"blocks": stacked [L, ...], "oute
 Shape suffixes: B batch, S sequence, D hidden size, V vocabulary, L layers.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -14,16 +15,19 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from surojax.models.channels import Kept
 from surojax.models.decoder_config import (
     ATTENTION,
     DELTA,
     EXPERTS,
     GLOBAL,
+    GLOBAL_SHARED,
     LATENT,
     MAMBA,
     MLP,
     SCORE,
     SLIDING,
+    SLIDING_SHARED,
     DecoderConfig,
 )
 from surojax.models.kinds.experts import Experts
@@ -32,10 +36,12 @@ from surojax.models.kinds.gated_mlp import SwiGLU
 from surojax.models.kinds.global_attention import GlobalAttention
 from surojax.models.kinds.joined_mlp import JoinedMlp
 from surojax.models.kinds.latent_attention import LatentAttention
+from surojax.models.kinds.layer_input import LayerInput
 from surojax.models.kinds.mamba2 import Mamba2
 from surojax.models.kinds.mlp_with_experts import MlpWithExperts
 from surojax.models.kinds.relu_mlp import ReluMlp
 from surojax.models.kinds.self_attention import Attention
+from surojax.models.kinds.shared_attention import SharedAttention, SharedGlobalAttention
 from surojax.models.kinds.short_conv import ShortConv
 from surojax.models.kinds.sublayer import LayerKinds, Mixer, Mlp, NoMixer, NoMlp
 from surojax.models.layers import norm_weight, parameter
@@ -68,7 +74,7 @@ times_layer_scalar.defvjp(
 )
 
 
-# By their names in layer_types.
+# By their names in layer_types; the last two are those of layers that `num_kv_shared_layers` counts.
 MIXERS: dict[str, type[Mixer]] = {
     ATTENTION: Attention,
     "conv": ShortConv,
@@ -77,6 +83,8 @@ MIXERS: dict[str, type[Mixer]] = {
     MAMBA: Mamba2,
     SLIDING: Attention,
     GLOBAL: GlobalAttention,
+    SLIDING_SHARED: SharedAttention,
+    GLOBAL_SHARED: SharedGlobalAttention,
 }
 
 
@@ -95,7 +103,9 @@ def declarations(config: DecoderConfig) -> dict[str, LayerKinds]:
 
     def of_layers(config: DecoderConfig) -> LayerKinds:
         mixer, mlp = sublayer_types(config)
-        return LayerKinds(mixer(config), mlp(config))
+        return LayerKinds(
+            mixer(config), mlp(config), LayerInput(config) if config.hidden_size_per_layer_input else None
+        )
 
     return {name: of_layers(layers.config) for name, layers in config.segments().items()}
 
@@ -105,8 +115,10 @@ class Block(nnx.Module):
 
     Training, sampling and the plain `Decoder` share this definition. With sandwich norms it is
     x + norm(mixer(norm(x))), then x + norm(mlp(norm(x))); without input norms the inner ones are left out. Layers of
-    one purpose have the mixer or the MLP alone, and the first norm. With `layer_scalar` the result is multiplied by
-    that number, which has no gradient.
+    one purpose have the mixer or the MLP alone, and the first norm. With `hidden_size_per_layer_input` a `LayerInput`
+    follows the MLP. With `layer_scalar` the result is multiplied by that number, which has no gradient.
+
+    Its input and output may have channels beside the residual stream, see channels.py.
 
     A subclass computes something else: `__call__` has to use `ops`, `cache` and `routing` as here, `__init__` may add
     parameters (`layers.parameter`), and `handed_on` returns what a chunk hands on, if `sequence_chunks` divides the
@@ -132,6 +144,8 @@ class Block(nnx.Module):
         if config.sandwich_norms:
             self.attention_out_norm = norm()
             self.mlp_out_norm = norm()
+        if config.hidden_size_per_layer_input:
+            self.layer_input = LayerInput(config, rngs=rngs)
         if config.layer_scalar:
             ones = nnx.initializers.ones
             self.layer_scalar = parameter(rngs, (1,), ("scalar",), ones, Kind.VECTOR, learning_rate_factor=0.0)
@@ -146,6 +160,7 @@ class Block(nnx.Module):
         """Computes what later chunks read of a chunk x `[B, C, D]`: its keys and values, or the state after it."""
         if not self.mixer_name and isinstance(before, Cache):
             return before
+        x_BSD, ops = self._split(x_BSD, ops)
         normed_BSD = x_BSD
         if self.config.input_norms:
             how = self.config.rms_norm_eps, self.config.norm_plus_one
@@ -158,6 +173,25 @@ class Block(nnx.Module):
         self, x_BSD: jax.Array, ops: Operations, cache: Cache | Earlier | None = None, routing: Routing = ROUTES
     ) -> tuple[jax.Array, Cache | Earlier | None, Routed | None]:
         """Returns (output `[B, S, D]`, extended cache or the chunk's own keys and values, a router's `Routed`)."""
+        x_BSD, ops = self._split(x_BSD, ops)
+        x_BSD, new, routed = self._of_stream(x_BSD, ops, cache, routing)
+        beside = ops.beside
+        if isinstance(new, Kept):
+            beside, new = {**beside, **new.beside}, new.new
+        return (self.config.channels.joined(x_BSD, beside) if beside else x_BSD), new, routed
+
+    def _split(self, x_BSD: jax.Array, ops: Operations) -> tuple[jax.Array, Operations]:
+        """Splits the input into (the residual stream, operations with what is beside it)."""
+        channels = self.config.channels
+        if not channels.sizes:
+            return x_BSD, ops
+        x_BSD, beside = channels.split(x_BSD)
+        return x_BSD, dataclasses.replace(ops, beside=beside)
+
+    def _of_stream(
+        self, x_BSD: jax.Array, ops: Operations, cache: Cache | Earlier | None, routing: Routing
+    ) -> tuple[jax.Array, Any, Routed | None]:
+        """Computes the block of the residual stream x; see `__call__`."""
         c = self.config
         again = ops.compute.recompute
         how = c.rms_norm_eps, c.norm_plus_one
@@ -200,23 +234,28 @@ class Block(nnx.Module):
             return (x_BSD + y_BSD, result, None) if self.mixer_name else (x_BSD + y_BSD, cache, result)
         if again.norm:
             attended_BSD, cache = recomputed(lambda x: attention(x, lambda x: attention_norm(x)[0]), again.att)(x_BSD)
-            return self._with_mlp(x_BSD + attended_BSD, mlp, mlp_norm, again.ffn, cache)
+            return self._with_mlp(x_BSD + attended_BSD, ops, mlp, mlp_norm, cache)
         y_BSD, x_BSD = attention_norm(x_BSD)
         attended_BSD, cache = recomputed(attention, again.att)(y_BSD)
         if self.mlp.reads_residual:
-            return self._with_mlp(x_BSD + attended_BSD, mlp, mlp_norm, again.ffn, cache)
+            return self._with_mlp(x_BSD + attended_BSD, ops, mlp, mlp_norm, cache)
         y_BSD, x_BSD = mlp_norm(x_BSD, attended_BSD)
         y_BSD, routed = recomputed(mlp, again.ffn)(y_BSD)
-        return self._scaled(x_BSD + y_BSD), cache, routed
+        return self._finished(x_BSD + y_BSD, ops), cache, routed
 
-    def _with_mlp(self, x_BSD: jax.Array, mlp: Callable, mlp_norm: Callable, again: bool, cache: Any) -> tuple:
+    def _with_mlp(self, x_BSD: jax.Array, ops: Operations, mlp: Callable, mlp_norm: Callable, cache: Any) -> tuple:
         """Adds the MLP of the residual stream x, which is normed in it, and returns the block's results."""
+        again = ops.compute.recompute.ffn
         y_BSD, routed = recomputed(lambda x: mlp(x, lambda x: mlp_norm(x)[0]), again)(x_BSD)
-        return self._scaled(x_BSD + y_BSD), cache, routed
+        return self._finished(x_BSD + y_BSD, ops), cache, routed
 
-    def _scaled(self, x_BSD: jax.Array) -> jax.Array:
-        """Multiplies by `layer_scalar`, if there is one."""
-        if not self.config.layer_scalar:
+    def _finished(self, x_BSD: jax.Array, ops: Operations) -> jax.Array:
+        """Adds the `LayerInput` and multiplies by `layer_scalar`, if there are any."""
+        c = self.config
+        if c.hidden_size_per_layer_input:
+            eps = c.post_norm_eps or c.rms_norm_eps
+            x_BSD = self.layer_input(x_BSD, ops, lambda y, weight: ops.norm(y, weight, eps, c.norm_plus_one))
+        if not c.layer_scalar:
             return x_BSD
         return times_layer_scalar(x_BSD, self.layer_scalar[...].astype(x_BSD.dtype))
 
@@ -233,6 +272,8 @@ class Outer(nnx.Module):
             self.score = parameter(rngs, (config.num_labels, shape[1]), ("labels", "embed"), normal, Kind.ROUTER)
         elif config.head != "embed":
             self.head = parameter(rngs, shape, (VOCABULARY, "embed"), normal, Kind.TABLE)
+        if P := config.hidden_size_per_layer_input:
+            self.layer_input_norm = norm_weight(rngs, False, P, "channels")
 
 
 class Decoder(nnx.Module):
@@ -272,6 +313,9 @@ class Decoder(nnx.Module):
         x_BSD = self.outer.embed[...][tokens_BS]
         x_BSD = normalised(x_BSD, c.rms_norm_eps) if c.embedding_norm else x_BSD
         x_BSD = times(c.embedding_scale, x_BSD)
+        if c.channels.sizes:
+            norm = self.outer.layer_input_norm[...] if c.hidden_size_per_layer_input else None
+            x_BSD = c.channels.first(x_BSD, norm, tokens_BS)
         variants = c.variants(DEFAULT.precision)
         segments = {name: (*nnx.split(getattr(self, name)), layers.numbers) for name, layers in c.segments().items()}
         if len(set(variants)) == 1 and all(isinstance(numbers, range) for *_, numbers in segments.values()):
@@ -283,7 +327,7 @@ class Decoder(nnx.Module):
                 name, l = places[number]
                 graph, weights, _ = segments[name]
                 x_BSD, _ = layer(variant, graph)(x_BSD, jax.tree.map(lambda w, l=l: w[l], weights))
-        x_BSD = Operations().norm(x_BSD, self.outer.norm[...], c.rms_norm_eps, c.final_norm_plus_one)
+        x_BSD = Operations().norm(c.channels.stream(x_BSD), self.outer.norm[...], c.rms_norm_eps, c.final_norm_plus_one)
         if c.head == SCORE:
             return linear(x_BSD, self.outer.score[...])
         x_BSD = times(1 / c.logits_scaling, x_BSD)

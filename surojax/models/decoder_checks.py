@@ -10,7 +10,7 @@ from surojax.errors import need
 from surojax.models import decoder_config
 from surojax.models.attention import fits_cudnn, fits_mosaic
 from surojax.models.decoder import MIXERS
-from surojax.models.decoder_config import ATTENTION, DELTA, GLOBAL, LATENT, MAMBA, MLP, SLIDING, channels
+from surojax.models.decoder_config import ATTENTION, DELTA, GLOBAL, LATENT, MAMBA, MLP, SHARED, SLIDING, channels
 from surojax.models.kinds.experts import SIGMOID
 from surojax.models.operations import RELU2
 from surojax.models.rotary import PROPORTIONAL, ROPE_USES
@@ -112,7 +112,10 @@ def mixers_of(settings: Mapping[str, Any]) -> set[str]:
 def _check_mixers(c) -> None:
     """Checks layer_types, the mixers of the layers."""
     types = c.model.layer_types.split(",") if c.model.layer_types else []
-    known = (*MIXERS, *((MLP, decoder_config.EXPERTS) if c.model.one_purpose else ()))
+    known = (
+        *(name for name in MIXERS if name not in SHARED.values()),
+        *((MLP, decoder_config.EXPERTS) if c.model.one_purpose else ()),
+    )
     expected = f"mixers of layers, separated by commas: {', '.join(known)}"
     for name in types:
         need(name.strip() in known, "model.layer_types", expected, name.strip() or c.model.layer_types, "correct it")
@@ -123,6 +126,7 @@ def _check_mixers(c) -> None:
     layers = c.model.num_hidden_layers
     expected = f"at most num_hidden_layers={layers} mixers, which repeat"
     need(len(types) <= layers, "model.layer_types", expected, len(types), "leave some out")
+    _check_shared(c.model, types)
     keys, values = c.model.linear_num_key_heads, c.model.linear_num_value_heads
     expected = f"a multiple of linear_num_key_heads={keys}, each of which several share"
     need(values % keys == 0, "model.linear_num_value_heads", expected, values, f"use {keys * max(values // keys, 1)}")
@@ -132,6 +136,20 @@ def _check_mixers(c) -> None:
     least, most = c.model.mamba_dt_min, c.model.mamba_dt_max
     expected = f"0, or more than mamba_dt_min={least}"
     need(most == 0 or most > least, "model.mamba_dt_max", expected, most, "raise it; 0 = without a limit")
+
+
+def _check_shared(m, types: list[str]) -> None:
+    """Checks the layers that share keys and values, and the rows of the layers' own tables."""
+    layers, shared = m.num_hidden_layers, m.num_kv_shared_layers
+    expected = f"fewer than num_hidden_layers={layers}"
+    need(shared < layers, "model.num_kv_shared_layers", expected, shared, "lower it")
+    own = {types[l % len(types)] for l in range(layers - shared)} if types else {""}
+    lacking = sorted({*types} - own)
+    expected = f"fewer layers, so that one with layer_types {', '.join(lacking)} is before them, whose keys they read"
+    need(not shared or not lacking, "model.num_kv_shared_layers", expected, shared, "lower it")
+    rows = m.vocab_size_per_layer_input
+    expected = f"0, or vocab_size={m.vocab_size} or more, a row of each token"
+    need(not rows or rows >= m.vocab_size, "model.vocab_size_per_layer_input", expected, rows, "use 0")
 
 
 def _check_layers(c) -> None:
@@ -375,6 +393,16 @@ OF_GLOBAL = (
     is_set("model.num_global_key_value_heads", 2, SLIDES),
     is_on("model.attention_k_eq_v", **SLIDES),
 )
+not_sliding = dataclasses.replace(
+    slides,
+    name=f"model.layer_types with others than {SLIDING} and {GLOBAL}",
+    holds=lambda s, _: not {name.strip() for name in s["model.layer_types"].split(",")} <= {SLIDING, GLOBAL},
+    example={"model.layer_types": ""},
+)
+shares = is_set("model.num_kv_shared_layers", 2, SLIDES)
+layer_input = is_set("model.hidden_size_per_layer_input", 64)
+double_wide = is_on("model.use_double_wide_mlp", **SLIDES | {"model.num_kv_shared_layers": 2})
+rows_of_input = is_set("model.vocab_size_per_layer_input", 512, {"model.hidden_size_per_layer_input": 64})
 # Fields that give every n-th layer with attention something else.
 EVERY_NTH = (
     is_set("model.sliding_window_pattern", 2, WINDOW),
@@ -500,6 +528,27 @@ REFUSALS = (
         _without_mixer(GLOBAL),
         "which does not use it",
         f"leave it out, or put {GLOBAL} into model.layer_types",
+    ),
+    Refusal(shares, not_sliding, "which have no keys that others read", "leave it out, or name these alone there"),
+    Refusal(double_wide, is_one_of("model.num_kv_shared_layers", 0), "whose layers it is of", "leave it out"),
+    Refusal(rows_of_input, is_one_of("model.hidden_size_per_layer_input", 0), "which does not use it", "leave it out"),
+    *refuse_each(
+        (is_set("tp_size", 2), is_set("pp_size", 2)),
+        shares,
+        "whose keys and values go from layer to layer with all heads",
+        "leave it out, or use cp_size",
+    ),
+    *refuse_each(
+        (is_set("tp_size", 2), one_purpose, is_one_of("model.hidden_act", RELU2, "clamped_swiglu")),
+        layer_input,
+        "with which it is not built",
+        "leave one of them out",
+    ),
+    *refuse_each(
+        (is_on("model.attn_gate_proj"), is_on("model.attn_output_gate"), whole_norm),
+        shares,
+        "with which it is not built",
+        "leave one of them out",
     ),
     *refuse_each(EVERY_NTH, slides_alone, "which says of each layer what it is", "leave it out"),
     Refusal(slides, no_window, "", "set model.sliding_window"),

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from surojax.declared import AT_LEAST_0, AT_LEAST_1, POSITIVE, Facts, computed, declare, section_of
+from surojax.models.channels import EMBEDDING, NORM, TOKEN, TOKEN_CHANNELS, Channels, names_of_keys
 from surojax.models.kinds.experts import SCORING
 from surojax.models.lora import Lora
 from surojax.models.model import Variant
@@ -25,6 +26,8 @@ ATTENTION = "full_attention"  # the mixer of layers whose segments have no other
 MLP, EXPERTS = "mlp", "experts"  # layers of one_purpose models without a mixer
 SLIDING = "sliding_attention"  # the mixer of attention within the window, in models with GLOBAL beside it
 GLOBAL = "global_attention"  # the mixer of attention to all positions, with heads of its own number and size
+SLIDING_SHARED, GLOBAL_SHARED = "sliding_shared", "global_shared"  # those to keys and values of an earlier layer
+SHARED = {SLIDING: SLIDING_SHARED, GLOBAL: GLOBAL_SHARED}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,6 +121,14 @@ class DecoderConfig:
     num_global_key_value_heads: int = declare(0, AT_LEAST_0)
     # their values are the products that their keys are made of, before norm and rotary embedding
     attention_k_eq_v: bool = False
+    # last layers whose attention reads keys and values of the last earlier layer of the same mixer (Gemma 4 E2B, E4B)
+    num_kv_shared_layers: int = declare(0, AT_LEAST_0)
+    # the MLPs of those layers have twice the intermediate_size
+    use_double_wide_mlp: bool = False
+    # channels of an input that each layer has of each token, by tables of its own (Gemma 4 E2B, E4B); 0 = none
+    hidden_size_per_layer_input: int = declare(0, AT_LEAST_0)
+    # rows of those tables; 0 = vocab_size
+    vocab_size_per_layer_input: int = declare(0, AT_LEAST_0)
     # mixers "latent_attention": rank of the queries; 0 = their matrix is one
     q_lora_rank: int = declare(0, AT_LEAST_0)
     # numbers of a token that its keys and values follow from
@@ -222,7 +233,7 @@ class DecoderConfig:
 
         def variant(l: int, mixer: str) -> Variant:
             enabled = precision.enabled(l, self.num_hidden_layers)
-            if mixer == SLIDING:
+            if mixer in (SLIDING, SLIDING_SHARED):
                 return Variant(enabled, self.sliding_window, "local" if self.rope_local_base_freq else "global")
             return Variant(enabled, window(l), rotary(l)) if mixer == ATTENTION else Variant(enabled)
 
@@ -231,7 +242,22 @@ class DecoderConfig:
     def mixers(self) -> tuple[str, ...]:
         """The mixer of each layer: a key of `decoder.MIXERS`; with one_purpose also "mlp" or "experts"."""
         types = [name.strip() for name in self.layer_types.split(",")] if self.layer_types else [ATTENTION]
-        return tuple(types[l % len(types)] for l in range(self.num_hidden_layers))
+        names = [types[l % len(types)] for l in range(self.num_hidden_layers)]
+        own = self.num_hidden_layers - self.num_kv_shared_layers
+        return tuple([*names[:own], *(SHARED.get(name, name) for name in names[own:])])
+
+    @property
+    def channels(self) -> Channels:
+        """The channels of what layers hand on."""
+        sizes: dict[str, int] = {}
+        if P := self.hidden_size_per_layer_input:
+            sizes = {EMBEDDING: self.hidden_size, NORM: P, TOKEN: TOKEN_CHANNELS}
+        if self.num_kv_shared_layers:
+            heads = self.num_global_key_value_heads or self.num_key_value_heads
+            of_kinds = {"sliding": self.num_key_value_heads * self.head_dim}
+            of_kinds |= {"global": heads * (self.global_head_dim or self.head_dim)}
+            sizes |= {name: size for kind, size in of_kinds.items() for name in names_of_keys(kind)}
+        return Channels(self.hidden_size, sizes)
 
     def segments(self) -> "dict[str, LayersOf]":
         """The layers of each segment by its name, in the order of their first layers.
@@ -251,6 +277,8 @@ class DecoderConfig:
                 changes["lora"] = self.lora and self.lora.of_layers(with_experts=not is_dense)
             if is_dense:
                 changes |= dict.fromkeys(OF_EXPERTS, 0)
+            if self.use_double_wide_mlp and mixer in SHARED.values():
+                changes["intermediate_size"] = 2 * self.intermediate_size
             return dataclasses.replace(self, **changes) if changes else self
 
         def name(mixer: str, is_dense: bool) -> str:

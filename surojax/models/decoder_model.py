@@ -104,6 +104,7 @@ def _build(config: DecoderConfig, compute: Compute, block_type: type[Block]) -> 
     by_xla = Compute(attention="xla")
 
     def normed(compute: Compute, outer, x):
+        x = config.channels.stream(x)
         y = Operations(compute).norm(x, outer["norm"], config.rms_norm_eps, config.final_norm_plus_one)
         return times(1 / scaling, y)
 
@@ -129,6 +130,7 @@ def _build(config: DecoderConfig, compute: Compute, block_type: type[Block]) -> 
         embedding_scale=config.embedding_scale,
         logit_softcap=softcap,
         draws=_draws(config, compute),
+        beside=config.channels.sizes,
     )
 
 
@@ -146,7 +148,9 @@ def _segment(
 
     def cached_block(w, x_BSD, cache: Cache, variant: Variant):
         starts_BS = None if cache.first is None else jnp.broadcast_to(cache.first[:, None], x_BSD.shape[:2])
-        return nnx.merge(graph, w)(x_BSD, Operations(by_xla, variant, starts=starts_BS), cache, ROUTES)[:2]
+        ops = Operations(by_xla, variant, starts=starts_BS)
+        x_BSD, after, routed = nnx.merge(graph, w)(x_BSD, ops, cache, ROUTES)
+        return x_BSD, after if routed is None else after._replace(decided=routed.decided)
 
     def with_new_adapters(base, seed, l, numbers):
         return with_adapters(base, part_of(init_layer(config, name, seed, l, block_type), trained), numbers)
@@ -164,7 +168,7 @@ def _segment(
         params=params,
         variants=tuple(variants[number] for number in numbers),
         mixer=kinds.mixer,
-        targets=frozenset(target.matrix for kind in kinds for target in kind.targets()),
+        targets=frozenset(target.matrix for kind in kinds.all for target in kind.targets()),
         init=functools.partial(init_layer, config, name, block=block_type),
         block=block,
         block_forward=block_forward,
@@ -173,6 +177,7 @@ def _segment(
         last_products=last_products,
         with_adapters=with_new_adapters if config.lora else None,
         statistics=planned_statistics(layer_config.num_experts) if layer_config.num_experts else None,
+        choices=layer_config.num_experts_per_tok if layer_config.num_experts else 0,
     )
 
 

@@ -15,7 +15,8 @@ dimension.
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
@@ -24,6 +25,7 @@ from flax import nnx
 
 from surojax.declared import AT_LEAST_1, Facts, declare, section_of
 from surojax.models.attention import IMPLEMENTATIONS
+from surojax.models.channels import Channels
 from surojax.models.kinds.sublayer import LayerKinds, Mixer
 from surojax.models.order import LayerRef
 from surojax.numerics.fp8 import Sites
@@ -83,12 +85,14 @@ DEFAULT = Compute()
 class Cache(NamedTuple):
     """A mixer's state of a layer's earlier positions, see `Mixer.decode_state`; the next position is `start`.
 
-    first: int32 `[B]`, where the texts of the rows begin, if they are padded on the left; None: at 0.
+    first: int32 `[B]`, where the texts of the rows begin, if they are padded on the left; None: at 0. decided: of a
+    layer that was computed, `Routed.decided` of its new positions; None without a router.
     """
 
     state: Any
     start: jax.Array | int
     first: jax.Array | None = None
+    decided: Any = None
 
 
 class Earlier(NamedTuple):
@@ -129,7 +133,7 @@ class Routing(NamedTuple):
     """Arguments of a block that only its router reads.
 
     counted: bool `[B, S]`, the tokens of its statistics; None: all. decided: `Routed.decided` of the pass that this one
-    repeats; None: the block decides.
+    repeats, or of the program that sampled the tokens; None: the block decides.
     """
 
     counted: Any = None
@@ -168,7 +172,8 @@ class Segment:
     block_backward: (weights, saved, (dx, gradient of the statistics or None), RecipeInputs or None, Variant,
     starts, Routing) -> (gradients of the weights that are trained, dx, observed: largest magnitudes `[sites]` of
     fp8_hybrid, else None).
-    statistics: shapes and dtypes of a layer's `Routed.statistics`; None: the blocks have no router.
+    statistics: shapes and dtypes of a layer's `Routed.statistics`; None: the blocks have no router. choices: how many
+    experts a router sends a token to.
     cached_block: (weights, x, Cache, Variant) -> (x, Cache), for sampling; as recipe bf16, by XLA.
     last_products: the matrices whose products are only added to the block's result. No gradient needs these products,
     so a recomputed block leaves them out.
@@ -189,6 +194,7 @@ class Segment:
     cached_block: Callable
     targets: frozenset[str] = frozenset()
     statistics: Any = None
+    choices: int = 0
     last_products: tuple[Param, ...] = ()
     with_adapters: Callable | None = None
 
@@ -222,6 +228,9 @@ class Model:
     init_outer: seed -> new float32 arrays. final: (outer, x) -> x normed for the head. logits: (outer, x `[..., D]`) ->
     `[..., V]` float32, by XLA. rebuild: Compute -> this model computed so.
 
+    beside: channels that layers hand on beside the residual stream, by name (channels.py). outer_params has the weights
+    LAYER_INPUT_NORM of what is beside, if the layers have inputs of their own.
+
     embedding_norm_eps: of an RMSNorm without weights on the embedding; None: there is none. embedding_scale: what the
     embedding is multiplied by then, rounded to its dtype first. logit_softcap: the head's products
     z become cap tanh(z / cap); 0: they are the logits. draws: training draws random numbers in the blocks.
@@ -243,6 +252,12 @@ class Model:
     embedding_scale: float = 1.0
     logit_softcap: float = 0.0
     draws: bool = False
+    beside: Mapping[str, int] = MappingProxyType({})
+
+    @property
+    def channels(self) -> Channels:
+        """The channels of what layers hand on."""
+        return Channels(self.hidden_size, self.beside)
 
     @property
     def precision(self) -> Precision:

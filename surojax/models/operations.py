@@ -9,7 +9,8 @@ h head dimension, T cached positions.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
@@ -122,7 +123,8 @@ class Operations:
     seed: uint32 [], of the random numbers of the recipe (nvfp4) or of the adapters (dropout). starts: int32 `[B, S]`,
     for each token of whole rows the index in its row at which its document starts; None: a row is one document.
     Residuals that follow from starts are made again in the backward pass. frozen: the matrices have no gradient.
-    in_float8: None: products are not in float8 with one scale per tensor.
+    in_float8: None: products are not in float8 with one scale per tensor. beside: what layers hand on beside the
+    residual stream, by name (channels.py).
     """
 
     compute: Compute = DEFAULT
@@ -131,6 +133,7 @@ class Operations:
     starts: jax.Array | None = None
     frozen: bool = False
     in_float8: InFloat8 | None = None
+    beside: Mapping[str, jax.Array] = MappingProxyType({})
 
     @property
     def _by_xla(self) -> bool:

@@ -9,12 +9,16 @@ log2 N passes, each adding pairs that are 1, 2, 4, ... apart), and each row of t
 import jax
 import jax.numpy as jnp
 
+from surojax.numerics.rounding import materialised
+
 PIECE_BYTES = 32 << 20  # float32 values that are scanned at a time; an H100 caches 50 MB
 MIN_COLUMNS = 32  # of a piece: fewer are read in transactions of which a part is not used
 
 
 def add_rows(table_VD: jax.Array, rows_N: jax.Array, values_ND: jax.Array) -> jax.Array:
     """Returns `table.at[rows].add(values)` with sums in float32, each row rounded to the table's dtype once.
+
+    Sums of a float64 table are in float64.
 
     rows: int32 row numbers; values of rows that are not in 0 ... V - 1 are left out.
     """
@@ -24,8 +28,10 @@ def add_rows(table_VD: jax.Array, rows_N: jax.Array, values_ND: jax.Array) -> ja
 def _add_one_by_one(table_VD: jax.Array, rows_N: jax.Array, values_ND: jax.Array) -> jax.Array:
     """As `add_rows`, on a processor, where XLA adds rows one after another."""
     rows_N = jnp.where(rows_N < 0, len(table_VD), rows_N)  # else they count from the end
-    sums_VD = table_VD.astype(jnp.float32).at[rows_N].add(values_ND.astype(jnp.float32), mode="drop")
-    return sums_VD.astype(table_VD.dtype)
+    wide = jnp.promote_types(table_VD.dtype, jnp.float32)
+    sums_VD = table_VD.astype(wide).at[rows_N].add(values_ND.astype(wide), mode="drop")
+    # Without the barrier XLA adds what is added next, the gradient of a tied head, before the rows, if it sees both.
+    return materialised(sums_VD.astype(table_VD.dtype))
 
 
 def _add_sorted(table_VD: jax.Array, rows_N: jax.Array, values_ND: jax.Array) -> jax.Array:
@@ -45,7 +51,8 @@ def _add_sorted(table_VD: jax.Array, rows_N: jax.Array, values_ND: jax.Array) ->
     def piece(i: jax.Array | int, x_ND: jax.Array) -> jax.Array:
         """Replaces some columns of the values by those of the table's new rows."""
         values_Nd, old_Vd = (jax.lax.dynamic_slice_in_dim(x, i * width, width, 1) for x in (x_ND, table_VD))
-        sums_Nd = _segment_sums(values_Nd.at[order_N].get(unique_indices=True).astype(jnp.float32), start_N)
+        wide = jnp.promote_types(table_VD.dtype, jnp.float32)
+        sums_Nd = _segment_sums(values_Nd.at[order_N].get(unique_indices=True).astype(wide), start_N)
         old_Nd = old_Vd.at[target_N].get(mode="fill", fill_value=0, unique_indices=True)
         new_Nd = (old_Nd + sums_Nd).astype(table_VD.dtype)
         return jax.lax.dynamic_update_slice_in_dim(x_ND, new_Nd.astype(x_ND.dtype), i * width, 1)
@@ -61,7 +68,7 @@ def _segment_sums(x_Nd: jax.Array, start_N: jax.Array) -> jax.Array:
     length_N1 = (jnp.arange(N, dtype=jnp.int32) - start_N)[:, None]  # number of earlier places in the segment
     distance = 1
     while distance < N:
-        earlier_Nd = jax.lax.pad(x_Nd, jnp.float32(0), ((distance, -distance, 0), (0, 0, 0)))
+        earlier_Nd = jax.lax.pad(x_Nd, jnp.zeros((), x_Nd.dtype), ((distance, -distance, 0), (0, 0, 0)))
         x_Nd = jnp.where(length_N1 >= distance, x_Nd + earlier_Nd, x_Nd)
         distance *= 2
     return x_Nd

@@ -33,6 +33,7 @@ from surojax.objectives.objective import (
     TEACHER_IDS,
     Axes,
     CrossEntropy,
+    OfLabels,
     Sums,
     Targets,
     final_gradients,
@@ -66,7 +67,7 @@ class DistillSettings:
 
 
 @dataclasses.dataclass(frozen=True)
-class Distillation:
+class Distillation(OfLabels):
     """An `Objective`: cross-entropy mixed with a divergence from a teacher, of the tokens with a label >= 0.
 
     weight, temperature: w and T, see above. top_k: K.
@@ -87,14 +88,6 @@ class Distillation:
     def widths(self) -> Mapping[str, int]:
         """See `objective.WithWidths`."""
         return {TEACHER_IDS: self.top_k, TEACHER: self.top_k + 1}
-
-    def counted(self, targets: Targets) -> jax.Array:
-        """See `Objective`."""
-        return targets[LABELS] >= 0
-
-    def count(self, targets: Targets) -> jax.Array:
-        """See `Objective`."""
-        return jnp.sum(self.counted(targets), dtype=jnp.int32)
 
     def loss_and_gradients(
         self, model: Model, used: dict, trained: Sequence[str], x_ND: jax.Array, targets: Targets, scale, axes: Axes
@@ -246,7 +239,7 @@ def likely_tokens(top_k: int, temperature: float, model: Model, outer: dict, x_N
 
 
 @dataclasses.dataclass(frozen=True)
-class Labelling:
+class Labelling(OfLabels):
     """In an evaluation in place of an `Objective`: a teacher's labels of each token, by the names of their arrays.
 
     of_slice: (model, weights of its outer layers, x `[N, D]`) -> labels `[N, ...]` of a slice of tokens by name. The
@@ -255,14 +248,6 @@ class Labelling:
 
     of_slice: Callable[[Model, dict, jax.Array], dict[str, jax.Array]]
     targets: tuple[str, ...] = (LABELS,)
-
-    def counted(self, targets: Targets) -> jax.Array:
-        """See `Objective`."""
-        return targets[LABELS] >= 0
-
-    def count(self, targets: Targets) -> jax.Array:
-        """See `Objective`."""
-        return jnp.sum(self.counted(targets), dtype=jnp.int32)
 
     def sums(self, model: Model, outer: dict, x_BSD: jax.Array, chunks: int) -> Sums:
         """Labels `[B, S, ...]` of all devices' sequences; a device has zeros for the other devices' sequences."""

@@ -12,10 +12,15 @@ tokens. The losses of tokens are added up by `grpo_loss_type`:
     grpo      mean over completions of the mean over their tokens
     dr_grpo   sum over tokens / max_completion_length, mean over completions (Dr. GRPO, arXiv:2503.20783)
 
+With `router_replay` a model with experts sends each token to the experts that it was sent to when it was sampled (Ma et
+al. 2025, arXiv:2510.11370), since another program may round a router's scores otherwise. Their weights are computed
+anew. A reference chooses for itself.
+
 Sampling is no part of a step, and advantages are the data's: data/rollouts.py.
 """
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -26,6 +31,7 @@ from surojax.objectives.objective import (
     ADVANTAGE,
     LABELS,
     REFERENCE,
+    ROUTES,
     SAMPLED,
     ObjectiveChoice,
     OfLogProbabilities,
@@ -57,6 +63,8 @@ class GrpoSettings:
     importance_sampling_level: str = declare("token", choices=("token", "sequence"), facts=Facts.NOTHING)
     # grpo, grpo_loss_type dr_grpo: tokens that a completion has at most
     max_completion_length: int = declare(256, AT_LEAST_1, facts=Facts.NOTHING)
+    # grpo, models with experts: send tokens to the experts that routed_experts of the rows name
+    router_replay: bool = declare(False, facts=Facts.COST)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,15 +73,26 @@ class Grpo(OfLogProbabilities):
 
     Metrics are means over tokens with dapo, else over completions of the means over their tokens: which part of the
     ratios was clipped below and above, advantages, and the divergence.
+
+    layers, choices: of the model, and how many experts a token is sent to in one; read with router_replay alone.
     """
 
     settings: GrpoSettings = GrpoSettings()
+    layers: int = 0
+    choices: int = 0
     reads_reference_of_tokens = True
 
     @property
     def targets(self) -> tuple[str, ...]:
         """See `Objective`."""
-        return (LABELS, SAMPLED, ADVANTAGE, *((REFERENCE,) if self.settings.grpo_beta else ()))
+        s = self.settings
+        replayed = (ROUTES,) if s.router_replay else ()
+        return (LABELS, SAMPLED, ADVANTAGE, *((REFERENCE,) if s.grpo_beta else ()), *replayed)
+
+    @property
+    def widths(self) -> Mapping[str, int]:
+        """See `objective.WithWidths`."""
+        return {ROUTES: self.layers * self.choices}
 
     @property
     def metrics(self) -> tuple[str, ...]:
@@ -83,10 +102,9 @@ class Grpo(OfLogProbabilities):
 
     def count(self, targets: Targets) -> jax.Array:
         """See `Objective`: tokens with dapo, else completions."""
-        counted = self.counted(targets)
         if self.settings.grpo_loss_type == "dapo":
-            return jnp.sum(counted, dtype=jnp.int32)
-        return num_groups(counted, targets, 1)
+            return super().count(targets)
+        return num_groups(self.counted(targets), targets, 1)
 
     def sums(self, logprob_BS: jax.Array, targets: Targets) -> Sums:
         """See `OfLogProbabilities`."""
@@ -126,7 +144,8 @@ def _exp(x: jax.Array) -> jax.Array:
 
 def _make(values: dict[str, Any]) -> Grpo:
     """GRPO with these options."""
-    return Grpo(built(GrpoSettings, values))
+    return Grpo(built(GrpoSettings, values), values[LAYERS], values[CHOICES])
 
 
-GRPO = ObjectiveChoice(_make, (*names_of(GrpoSettings), "precompute_ref_log_probs"), rows="rollout")
+LAYERS, CHOICES = "model.num_hidden_layers", "model.num_experts_per_tok"
+GRPO = ObjectiveChoice(_make, (*names_of(GrpoSettings), "precompute_ref_log_probs", LAYERS, CHOICES), rows="rollout")

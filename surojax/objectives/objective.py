@@ -46,12 +46,13 @@ TEACHER_IDS = "teacher_ids"
 TEACHER_STATES = "teacher_states"  # a teacher's last hidden states, normed for its head
 DESIRABLE = "desirable"  # of an answer that is rated alone: above 0 a good one, below 0 a bad one
 SAMPLED = "sampled"  # log-probability of a label by the model that sampled it
+ROUTES = "routes"  # numbers of the experts that a token was sent to, for each layer of the model; not of a label
 ADVANTAGE = "advantage"  # of a label: by how much its completion is better than others of its prompt
 SCORED = "scored"  # 1 at the last token of a sequence, 0 elsewhere
 STARTS = "starts"  # position in its row at which each token's document starts, in packed rows; of no objective's names
 MARGIN = "margin"  # by how much the chosen answer of a pair is better, at one of its labels
 # Arrays of a batch that are float32; all others are int32.
-FLOATS = (REFERENCE, TEACHER, TEACHER_STATES, DESIRABLE, SAMPLED, ADVANTAGE, MARGIN)
+FLOATS = (REFERENCE, TEACHER, TEACHER_STATES, DESIRABLE, SAMPLED, ADVANTAGE, MARGIN, ROUTES)
 ONE_SEQUENCE = (PIPELINE, CONTEXT, *TENSOR)  # axes whose devices have parts of the same sequences
 
 
@@ -96,8 +97,20 @@ class WithWidths(Protocol):
         ...
 
 
+class OfLabels:
+    """The terms of most objectives: tokens with a label >= 0. Members of an `Objective`."""
+
+    def counted(self, targets: Targets) -> jax.Array:
+        """See `Objective`."""
+        return targets[LABELS] >= 0
+
+    def count(self, targets: Targets) -> jax.Array:
+        """See `Objective`."""
+        return jnp.sum(self.counted(targets), dtype=jnp.int32)
+
+
 @dataclasses.dataclass(frozen=True)
-class CrossEntropy:
+class CrossEntropy(OfLabels):
     """Cross-entropy of the next token, in nats. Labels < 0 are ignored and not counted.
 
     With an array of `WEIGHTS` among the targets, the gradients are those of a weighted sum; the loss is without them.
@@ -106,14 +119,6 @@ class CrossEntropy:
 
     z_loss: float = 0.0
     targets: tuple[str, ...] = ("labels",)
-
-    def counted(self, targets: Targets) -> jax.Array:
-        """See `Objective`."""
-        return targets["labels"] >= 0
-
-    def count(self, targets: Targets) -> jax.Array:
-        """See `Objective`."""
-        return jnp.sum(self.counted(targets), dtype=jnp.int32)
 
     def loss_and_gradients(
         self, model: Model, used: dict, trained: Sequence[str], x_ND: jax.Array, targets: Targets, scale, axes: Axes
@@ -166,7 +171,7 @@ class CrossEntropy:
 
 
 @dataclasses.dataclass(frozen=True)
-class LossOfLogits:
+class LossOfLogits(OfLabels):
     """An objective made of a function of each token's logits, which JAX differentiates.
 
     Tokens whose label is below 0 are not counted, and their loss is 0.
@@ -176,14 +181,6 @@ class LossOfLogits:
 
     of_tokens: Callable[[jax.Array, jax.Array], jax.Array]
     targets: tuple[str, ...] = ("labels",)
-
-    def counted(self, targets: Targets) -> jax.Array:
-        """See `Objective`."""
-        return targets["labels"] >= 0
-
-    def count(self, targets: Targets) -> jax.Array:
-        """See `Objective`."""
-        return jnp.sum(self.counted(targets), dtype=jnp.int32)
 
     def loss_and_gradients(
         self, model: Model, used: dict, trained: Sequence[str], x_ND: jax.Array, targets: Targets, scale, axes: Axes
@@ -252,7 +249,7 @@ class OfTokens(Protocol):
         ...
 
 
-class OfLogProbabilities(abc.ABC):
+class OfLogProbabilities(OfLabels, abc.ABC):
     """An objective that is a function of the log-probabilities of all labels: two sweeps over the slices, see above.
 
     of_tokens: what computes the log-probabilities, or other numbers of the tokens in their place.
@@ -270,14 +267,6 @@ class OfLogProbabilities(abc.ABC):
     @abc.abstractmethod
     def metrics(self) -> tuple[str, ...]:
         """The names of the sums besides the loss."""
-
-    def counted(self, targets: Targets) -> jax.Array:
-        """See `Objective`."""
-        return CrossEntropy().counted(targets)
-
-    @abc.abstractmethod
-    def count(self, targets: Targets) -> jax.Array:
-        """See `Objective`."""
 
     @abc.abstractmethod
     def sums(self, logprob_BS: jax.Array, targets: Targets) -> Sums:
@@ -356,10 +345,6 @@ class LogProbabilitiesOfTokens(OfLogProbabilities):
     sequence_len: int
     targets: tuple[str, ...] = (LABELS, POSITION)
     metrics: tuple[str, ...] = (LogProbabilities.ROWS,)
-
-    def count(self, targets: Targets) -> jax.Array:
-        """See `Objective`: tokens."""
-        return CrossEntropy().count(targets)
 
     def sums(self, logprob_BS: jax.Array, targets: Targets) -> Sums:
         """See `OfLogProbabilities`. A device has zeros for the tokens of others."""

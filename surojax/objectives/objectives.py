@@ -67,6 +67,7 @@ def _unused() -> Iterator[Refusal]:
         readers = [objective for objective, choice in OBJECTIVES.items() if name in choice.reads]
         others = [objective for objective in OBJECTIVES if objective not in readers]
         needs = {} if CROSS_ENTROPY in readers else NEEDS.get(readers[0], PAIRS) | {"objective": readers[0]}
+        needs |= EXPERTS if name == "router_replay" else {}
         change = f"leave it out, or set objective={' or '.join(map(repr, readers))}"
         other = is_one_of("objective", *others, needs=PAIRS if others != [CROSS_ENTROPY] else None)
         yield Refusal(is_set(name, example, needs), other, "which does not use it", change)
@@ -124,6 +125,12 @@ REFUSALS: tuple[Refusal, ...] = (
         is_one_of("grpo_loss_type", "dapo", "grpo", needs=ROLLOUTS),
         "which does not use it",
         "leave it out, or set grpo_loss_type='dr_grpo'",
+    ),
+    Refusal(
+        is_on("router_replay", **ROLLOUTS | EXPERTS),
+        is_one_of("model.num_experts", 0, needs=ROLLOUTS),
+        "which has no router",
+        "leave it out",
     ),
     Refusal(
         is_on("precompute_ref_log_probs", **ROLLOUTS),

@@ -99,8 +99,9 @@ def facts(p: Plan, request: PlanRequest) -> list[dict[str, Any]]:
     step = f"{step_sequences(request.config):,} x {request.config.sequence_len:,}"
     figures.append(fact("tokens of a step", f"{tokens(request.config):,}", step, tokens(request.config)))
     if p.predicted_step_s is None or p.predicted_range_s is None:
-        bound = fact("a step takes at least", duration(p.step_time_bound_s), f"bound by {p.bound_by}")
-        return [*figures, bound]
+        if p.estimated_step_s is not None:
+            figures.append(fact("a step", duration(p.estimated_step_s), "estimated", p.estimated_step_s))
+        return figures
     low, high = map(duration, p.predicted_range_s)
     rate = p.gpus * (p.tokens_per_s_per_gpu or 0.0)
     figures += [

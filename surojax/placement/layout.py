@@ -40,6 +40,7 @@ MESH_AXES: dict[str, tuple[str, ...]] = {
     "rank": (),
     "labels": (),
     "scalar": (),
+    "rows": (),
 }
 
 

@@ -33,6 +33,24 @@ IN_BLOCK = 5  # kernels of a block beside products: the mask of its rows, rows, 
 IN_ROUND = 4  # kernels of a round beside the all-to-all: the mask of its tokens, tokens, their places, counter
 
 
+def multiplied_by(run: Assembly, *, served: bool = True) -> str:
+    """Returns a line on whether a kernel or a scan multiplies the experts; "" if no kernel was asked for.
+
+    served: whether the GPU is one that the kernel is for.
+    """
+    if run.model.precision.kernels == "xla":
+        return ""
+    for segment in run.model.segments:
+        for t in layer_sizes.blocks(run, segment):
+            if t.param.of_experts and t.is_matrix:
+                enabled = any(variant.recipe_enabled for variant in segment.variants)
+                reason = layer_sizes.experts_by_loop(run, segment, t, enabled)
+                reason = reason or ("" if served else "this GPU is none that the kernel is for")
+                how = f"a scan over blocks, whatever `kernels` says: {reason}" if reason else "the grouped kernel"
+                return f"experts: multiplied by {how}"
+    return ""
+
+
 class ExpertSeconds(NamedTuple):
     """Seconds of a layer's experts in a microbatch: forward, what a recomputed block repeats, and backward."""
 

@@ -61,6 +61,11 @@ class SimulatedPass(NamedTuple):
         return self.first + self.last + (self.longest - self.programs if self.on_disk >= self.put else 0.0)
 
     @property
+    def exposed_on_link(self) -> float:
+        """Seconds in which programs wait for what the host puts on the device."""
+        return self.longest - self.programs if self.on_disk < self.put else 0.0
+
+    @property
     def longest(self) -> float:
         """Seconds of what takes longest."""
         return max(self.programs, self.on_disk, self.put)
@@ -113,8 +118,7 @@ class SimulatedStep:
                 for (_, kind), s in of_program.exposed.items():
                     exposed[label, kind] += part.times * s
             exposed[label, DISKS] += each.exposed_on_disk
-            if each.on_disk < each.put:
-                exposed[label, HOST_IN] += each.longest - each.programs
+            exposed[label, HOST_IN] += each.exposed_on_link
             busy[DISKS] += each.on_disk
             for row, s in each.by_row.items():
                 of_rows[row] += each.exposed_on_disk * s / each.on_disk
@@ -155,67 +159,33 @@ class SimulatedStep:
     def _events(self, passes: Mapping[str, SimulatedPass]) -> list[TimelineEvent]:
         """The events of a step with files, such that each pass takes as long as `timeline` says.
 
-        Of each program those of its first layer are drawn, and the other layers as one event each.
+        Of each program those of its first layer are drawn, and its other layers as one event; files of a pass as one.
         """
         events: list[TimelineEvent] = []
         now = 0.0
-        drawn = set()
-        for part, of_program in (pair for each in passes.values() for pair in each.parts):
-            if not part.name:
-                events += of_program.since(now)
-                now += part.times * of_program.seconds
-            elif part.name not in drawn:
-                drawn.add(part.name)
-                now = self._draw(passes[part.name], now, events)
-        return events
 
-    def _draw(self, each: SimulatedPass, now: float, events: list[TimelineEvent]) -> float:
-        """Adds the events of a pass that begins at `now`; returns its end."""
-        # Programs of one pass take turns: an update and the forward pass behind it, or layers of two kinds.
-        turns = sorted((k / part.times, i, k) for i, (part, _) in enumerate(each.parts) for k in range(part.times))
-
-        free = now  # when the disks have done what they were asked for
-
-        def wait(kind: str, begin: float, end: float) -> None:
-            events.append(TimelineEvent(f"wait for {kind}", kind, WAITS, each.name, begin, end, 0.0))
-
-        def file(what: str, turn: int, moved: float, begin: float) -> None:
-            nonlocal free
-            seconds = self._seconds(moved, 0.0) if what == "read" else self._seconds(0.0, moved)
+        def draw(name: str, kind: str, stream: str, loop: str, begin: float, seconds: float, size: float = 0.0) -> None:
             if seconds:
-                begin = max(begin, free)
-                free = begin + seconds
-                name = f"{what} for program {turn + 1} of {len(turns)}"
-                events.append(TimelineEvent(name, DISKS, DISKS, each.name, begin, free, moved))
+                events.append(TimelineEvent(name, kind, stream, loop, begin, begin + seconds, size))
 
-        stretched = each.longest / each.programs if each.programs else 1.0
-        if each.first:
-            file("read", 0, max(part.read.total() for part, _ in each.parts), now)
-            wait(DISKS, now, now + each.first)
-        now += each.first
-        for turn, (_, i, k) in enumerate(turns):
-            of_program = each.parts[i][1]
-            end, following = now + of_program.seconds, now + of_program.seconds * stretched
-            if k:
-                name = f"program {turn + 1} of {len(turns)}, as an earlier one"
-                events.append(TimelineEvent(name, "not simulated", MAIN, each.name, now, end, 0.0))
-                begin = now
-                for (_, kind), seconds in of_program.exposed.items():
-                    wait(kind, begin, begin + seconds)
-                    begin += seconds
-            else:
+        for each in passes.values():
+            in_files = sum(moved([part for part, _ in each.parts]))
+            draw("files", DISKS, DISKS, each.name, now, each.on_disk, in_files)
+            for part, of_program in each.parts:
                 events += of_program.since(now)
-            if turn + 1 < len(turns):
-                file("read", turn + 1, each.parts[turns[turn + 1][1]][0].read.total(), now)
-            if turn:
-                file("write", turn - 1, each.parts[turns[turn - 1][1]][0].written.total(), now)
-            if following > end:
-                wait(DISKS if each.on_disk >= each.put else HOST_IN, end, following)
-            now = following
-        if each.last:
-            file("write", len(turns) - 1, max(part.written.total() for part, _ in each.parts), now)
-            wait(DISKS, now, now + each.last)
-        return now + each.last
+                now += of_program.seconds
+                others = part.times - 1
+                draw(f"{others} more layers", "not simulated", MAIN, each.name, now, others * of_program.seconds)
+                waited = now
+                for (_, kind), seconds in of_program.exposed.items():
+                    draw(f"wait for {kind}", kind, WAITS, each.name, waited, others * seconds)
+                    waited += others * seconds
+                now += others * of_program.seconds
+            draw(f"wait for {DISKS}", DISKS, WAITS, each.name, now, each.exposed_on_disk)
+            now += each.exposed_on_disk
+            draw(f"wait for {HOST_IN}", HOST_IN, WAITS, each.name, now, each.exposed_on_link)
+            now += each.exposed_on_link
+        return events
 
     def at_disk_ends(self, gpu: Gpu) -> dict[str, list[float]]:
         """Seconds with the disks at their ends, as `prediction.at_ends` returns them; empty without files."""

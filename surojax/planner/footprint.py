@@ -107,7 +107,7 @@ def by_class(run: Assembly, batch: BatchShape, platform: str) -> Rows:
     table = run.engine.table
     model = run.model
     sequence_len = batch.sequence_len // devices_per_sequence(run.mesh)
-    x = jax.ShapeDtypeStruct((batch.sequences, sequence_len, model.hidden_size), table.weights.dtype)
+    x = jax.ShapeDtypeStruct((batch.sequences, sequence_len, model.channels.all), table.weights.dtype)
     segments = [segment_bytes(run, segment, x, platform) for segment in model.segments]
     outer_grads = layer_sizes.outer_gradients(run)
     residuals = _residuals(run, batch, segments)

@@ -14,7 +14,6 @@ from surojax.planner.gpus import GPUS, POOL
 from surojax.planner.prediction import Prediction, milliseconds
 from surojax.planner.run_plan import Plan
 
-RESOURCES = {"compute": "FLOPs", "device memory": "device memory", "link": "GPU link", "pcie": "PCI Express"}
 # 7B with five offloads on an H200: 3,704 ms, and 3,825 on the streams that XLA wrote down for the same program.
 IN_TURN = "which copies share a stream there is read from the program's text: such a step was predicted 3 % fast so"
 ATTENTION = {
@@ -45,7 +44,7 @@ def plan_table(p: Plan) -> str:
             lines += [slow, IN_TURN]
     if p.packed:
         lines += [documents(attention, p.cp_method) for attention in p.attention.split(", ")]
-    lines += p.experts
+    lines += [p.experts] * bool(p.experts)
     rows = memory_rows(p)
     name, unit = memory_unit(max(rows["total"]))
     lines += ["", f"  {f'{name} per GPU':<16}" + "".join(f"{home.name:>10}" for home in HOMES)]
@@ -71,13 +70,9 @@ def plan_table(p: Plan) -> str:
         sizes = _cells([x["bytes"], x["textbook_bytes"]], unit)
         lines.append(f"  {x['op'] + ' over ' + x['axis']:<30}{x['count'] or '-':>8}{sizes}")
     lines += [f"  {name:<30}{'':>8}{_cells([size], unit)}" for name, size in moved.items()]
-    lines += overlap_lines(p)
-    name, unit = ("s", 1) if p.step_time_bound_s >= 1 else ("ms", 1e-3)
-    parts = ", ".join(f"{RESOURCES[resource]} {t / unit:.3f}" for resource, t in p.times_s.items())
-    bound = f"{p.step_time_bound_s / unit:.3f} {name}, bound by {RESOURCES[p.bound_by]}"
     if p.disks:
         lines += ["", f"disks: {p.disks}", wear(p.gpus_per_node * p.nvme_write_bytes, p.drive_tbw)]
-    return "\n".join([*lines, *prediction_lines(p), "", f"a step takes at least {bound} ({parts})", *verdict(p)])
+    return "\n".join([*lines, *prediction_lines(p), "", *verdict(p)])
 
 
 def memory_rows(p: Plan) -> dict[str, list[int]]:
@@ -91,28 +86,6 @@ def memory_rows(p: Plan) -> dict[str, list[int]]:
 def _cells(sizes: Iterable[float], unit: float) -> str:
     """Sizes in a unit as cells of a row, "-" for 0."""
     return "".join(f"{size / unit:>10.2f}" if size else f"{'-':>10}" for size in sizes)
-
-
-def overlap_lines(p: Plan) -> list[str]:
-    """A table of the transfers in loops: how many are asynchronous, overlap with products, or run in both directions.
-
-    A loop is named by the number of its products and by how often it runs.
-    """
-    names = {"h2d": "host to device", "d2h": "device to host"}
-    found: dict[tuple, list[int]] = {}
-    for x in p.overlap:
-        loop = (-x["products"], f"{x['products']} products, {x['times']} x") if x["products"] else (0, "update")
-        row = found.setdefault((*loop, names.get(x["kind"], x["kind"])), [0, 0, 0, 0])
-        marks = True, x["asynchronous"], x["waited"] > x["started"], x["both_ways"]
-        row[:] = [total + x["count"] * mark for total, mark in zip(row, marks, strict=True)]
-    if not found:
-        return []
-    head = f"  {'transfers in loops':<38}{'count':>7}{'asynchronous':>14}{'beside products':>17}{'both ways':>11}"
-    rows = (
-        f"  {f'{loop}: {kind}':<38}{n:>7}{a:>14}{w:>17}{b:>11}"
-        for (_, loop, kind), (n, a, w, b) in sorted(found.items())
-    )
-    return ["", head, *rows]
 
 
 def prediction_lines(p: Plan) -> list[str]:
@@ -145,7 +118,9 @@ def time_lines(p: Plan) -> list[str]:
     """The predicted time, its range, and how long stages idle; or why no time is said."""
     idle = [f"pipeline: a stage idles {p.bubble:.1%} of a step (bubble)"] if p.bubble else []
     if p.predicted_step_s is None or p.predicted_range_s is None:
-        return [f"no time is predicted: {p.not_predicted}", *idle]
+        estimated = p.estimated_step_s
+        about = f"; estimated from shapes: {milliseconds(estimated)} ms a step" if estimated is not None else ""
+        return [f"no time is predicted: {p.not_predicted}{about}", *idle]
     low, high = map(milliseconds, p.predicted_range_s)
     rate = p.tokens_per_s_per_gpu or 0.0
     head = f"predicted: {1e3 * p.predicted_step_s:,.1f} ms a step ({low} to {high}), "

@@ -59,7 +59,7 @@ def token_flops(run: Assembly, sequence_len: int, *, again: bool = False) -> dic
         flops[work_dtype] += (3 + again) * segment.mixing_flops(sequence_len)
         last = {p.name for p in segment.last_products}
         for p in jax.tree.leaves(segment.params):
-            if p.kind is Kind.VECTOR:
+            if p.kind in (Kind.VECTOR, Kind.TABLE):  # rows of a table are read
                 continue
             elements = round(math.prod(p.shape) * p.used)
             for variant in segment.variants:
@@ -129,7 +129,7 @@ def _stage(run: Assembly, segment: Segment, variants: tuple[Variant, ...], batch
     """The `Seconds` of layers of a segment. variants: of each of them."""
     model = run.model
     length = batch.sequence_len // devices_per_sequence(run.mesh)
-    x = jax.ShapeDtypeStruct((batch.sequences, length, model.hidden_size), jnp.dtype(run.engine.table.weights.dtype))
+    x = jax.ShapeDtypeStruct((batch.sequences, length, model.channels.all), jnp.dtype(run.engine.table.weights.dtype))
     whole = model.rebuild(dataclasses.replace(model.compute, sequence_chunks=1))
     layer = segment_bytes(dataclasses.replace(run, model=whole), segment, x, "gpu")
     passes = pass_time(gpu, layer.saved - layer.received)

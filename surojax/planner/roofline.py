@@ -306,29 +306,3 @@ def _busiest(work: StepWork, chain: float, link: float, read: float, written: fl
     staged = link * min(2 * gpu.link_bandwidth * rates.link, work.host_memory) if gpu.staged else 0.0
     in_host_memory = (read + written + staged) / work.host_memory
     return max(chain, host + (link if gpu.shares_pcie else 0.0), in_host_memory)
-
-
-def bounds(
-    gpu: Gpu,
-    *,
-    flops: dict[str, float],
-    device_bytes: int,
-    link_bytes: int,
-    h2d: int,
-    d2h: int,
-    link_seconds: float | None = None,
-) -> dict[str, float]:
-    """Least seconds that each resource is busy in a step. flops: by dtype, from `step_flops`.
-
-    Each resource alone, at its peak rate. link_seconds: those of the collectives, each at the bandwidth of its link;
-    None: all are within a machine.
-
-    If GPUs communicate over PCI Express, collectives and host copies share it. Then each direction carries the bytes of
-    both that a GPU sends, or receives.
-    """
-    return {
-        "compute": products.compute_time(gpu, flops),
-        "device memory": device_bytes / gpu.memory_bandwidth,
-        "link": link_bytes / gpu.link_bandwidth if link_seconds is None else link_seconds,
-        "pcie": (max(h2d, d2h) + (link_bytes if gpu.shares_pcie else 0)) / gpu.pcie_bandwidth,
-    }

@@ -1,10 +1,10 @@
-"""The plan of a run: the memory and the traffic of the compiled step, a prediction and a lower bound of its time.
+"""The plan of a run: the memory and the traffic of the compiled step, and a prediction of its time.
 
 The real step is compiled for the named GPU on this machine, which needs no GPU (`aot`). Memory, collectives and host
-copies are read from the compiled program (`hlo`), and so is their overlap with matrix products. The program is
-simulated to predict its time (`prediction`). Each collective is reported with its textbook bytes
-(`step_collectives`). If the compiler for GPUs is not installed, memory is estimated by `footprint`, traffic by
-`step_collectives` and `traffic`, no time is predicted, and `Plan.estimate` is True.
+copies are read from the compiled program (`hlo`), which is simulated to predict its time (`prediction`). Each
+collective is reported with its textbook bytes (`step_collectives`). If the compiler for GPUs is not installed, memory
+is estimated by `footprint`, traffic by `step_collectives` and `traffic`, time by `roofline`, and `Plan.estimate` is
+True.
 """
 
 import dataclasses
@@ -34,15 +34,13 @@ from surojax.planner import (
     aot,
     candidate,
     check_fit,
-    expert_lines,
+    expert_time,
     file_time,
     footprint,
     hlo,
     links,
     prediction,
-    products,
     remedies,
-    roofline,
     search,
     seen,
     stages,
@@ -51,6 +49,7 @@ from surojax.planner import (
 )
 from surojax.planner.amounts import GiB, Memory
 from surojax.planner.changes import changed
+from surojax.planner.disks import Disks
 from surojax.planner.drives import disks
 from surojax.planner.gpus import GPUS, Gpu, gpu_key, with_nodes
 from surojax.planner.prediction import Prediction
@@ -70,7 +69,7 @@ class Plan(Prediction):
     attention: str  # its implementation: "cudnn", "mosaic" or "xla"; of layers with several, "mosaic, xla"
     packed: bool  # rows hold several documents
     cp_method: str  # how sequences are divided over `cp`
-    experts: list[str] = dataclasses.field(default_factory=list)  # lines of expert_lines.py
+    experts: str = ""  # what multiplies them, see `expert_time.multiplied_by`
     mesh: dict[str, int]  # size of each axis
     between_machines: list[str]  # axes whose groups have GPUs in several machines
     estimate: bool = True  # nothing was compiled
@@ -91,12 +90,9 @@ class Plan(Prediction):
     disks: str  # of a machine, that hold files; "" without files
     drive_tbw: float = 0.0  # TB that these disks are made for, together
     bubble: float  # fraction of a step in which a stage of `pp` idles, see `stages.bubble`; 0 without stages
-    overlap: list[dict[str, Any]] = dataclasses.field(default_factory=list)  # `hlo.Transfer`s in loops
     # {"count", "bytes", "largest"}: operations that XLA recomputes to save memory
     rematerialised: dict[str, Any] = dataclasses.field(default_factory=lambda: hlo.rematerialised([]))
-    step_time_bound_s: float
-    bound_by: str  # the resource with the largest of times_s
-    times_s: dict[str, float]  # lower bound for each resource
+    estimated_step_s: float | None = None  # by roofline.py, if nothing was compiled
     device_limit_bytes: int  # bytes of this GPU's memory that a step may need, see `candidate.device_limit`
     host_limit_bytes: int | None  # of a machine, that a run can use, see `candidate.host_limit`; None if unknown
     changes: list[str]  # changes of settings that would make it fit
@@ -153,27 +149,21 @@ def plan(
     mesh = make_mesh(aot.devices(gpu, n), **configs.mesh_sizes(c)) if aot.available() else None
     run = from_config(c, mesh.abstract_mesh, total_steps=1000) if mesh else footprint.assembly(c)
     rows = footprint.by_class(run, batch, "gpu")
-    measured = _compiled(c, facts, run, mesh, batch, trace, disk) if mesh else _estimated(run, batch, rows)
+    on_disks = disks(disk, c.rates_file)
+    if mesh:
+        measured = _compiled(c, facts, run, mesh, batch, trace, on_disks)
+    else:
+        measured = _estimated(run, batch, rows)
+        measured["estimated_step_s"] = candidate.estimated(c, facts, disks=on_disks).seconds
     shape = dict(run.mesh.shape)
     collectives = _with_textbook(measured.pop("collectives", []), step_collectives.collective_bytes(run, batch))
-    times = roofline.bounds(
-        facts,
-        flops=products.step_flops(run, batch),
-        device_bytes=traffic.device_traffic(run, batch),
-        link_bytes=sum(x["bytes"] for x in collectives),
-        link_seconds=sum(x["bytes"] / links.bandwidth(facts, shape, x["op"], x["axis"]) for x in collectives),
-        h2d=measured["h2d_bytes"],
-        d2h=measured["d2h_bytes"],
-    )
     host_limit = None if host_memory is None else int(candidate.host_limit(host_memory * GiB))
     in_table = {name: row for name, row in rows.items() if hasattr(run.engine.table, name)}
     in_files = sum(row["nvme"] for row in in_table.values())
-    on_disks = disks(disk, c.rates_file)
     device_limit = candidate.device_limit(facts)
     limit = Memory(device_limit, math.inf if host_limit is None else host_limit)
     need = Memory(measured["device_bytes"], facts.in_a_machine(n) * measured["host_bytes"])
     fits = need.fits(limit)
-    bound_by = max(times, key=lambda resource: times[resource])
     return Plan(
         gpu=gpu,
         gpus=n,
@@ -182,7 +172,7 @@ def plan(
         attention=", ".join(_attention(c, facts)),
         packed=c.sample_packing,
         cp_method=c.cp_method,
-        experts=expert_lines.lines(c, run, facts),
+        experts=expert_time.multiplied_by(run),
         mesh=shape,
         between_machines=links.crossing(facts, shape),
         fits=fits,
@@ -192,9 +182,6 @@ def plan(
         nvme_bytes=in_files,
         disks=str(on_disks) if in_files else "",
         drive_tbw=on_disks.tbw if in_files else 0.0,
-        step_time_bound_s=times[bound_by],
-        bound_by=bound_by,
-        times_s=times,
         device_limit_bytes=device_limit,
         host_limit_bytes=host_limit,
         changes=_changes(c, facts, need, limit) if advise and not fits else [],
@@ -243,9 +230,9 @@ def _compiled(
     mesh: jax.sharding.Mesh,
     batch: traffic.BatchShape,
     trace: str | None,
-    disk: str | None,
+    on_disks: Disks,
 ) -> dict[str, Any]:
-    """Fields of the `Plan`, read from the step that XLA compiles for this GPU. trace, disk: see `plan`."""
+    """Fields of the `Plan`, read from the step that XLA compiles for this GPU. trace: see `plan`."""
     options = compiler_options(
         run,
         "gpu",
@@ -273,7 +260,7 @@ def _compiled(
     if run.engine.table.in_files:
         machines = -(-c.gpus // gpu.in_a_machine(c.gpus))
         in_order = [module for module, _ in modules]
-        simulated = file_time.SimulatedStep(in_order, run.mesh.shape, parts, machines, disks(disk, c.rates_file))
+        simulated = file_time.SimulatedStep(in_order, run.mesh.shape, parts, machines, on_disks)
     else:
         simulated = prediction.of_one_program(parsed[0], run, batch)
     predicted = prediction.step_prediction(simulated, run, batch, gpu)
@@ -292,7 +279,6 @@ def _compiled(
         "host_temp_bytes": max(x.host_temp_bytes + x.host_output_bytes for x in compiled),
         "collectives": hlo.collectives(modules, mesh.shape),
         **copies,
-        "overlap": [dataclasses.asdict(x) for module, _ in modules for x in hlo.overlaps(module)],
         "rematerialised": hlo.rematerialised(modules),
         "nvme_read_bytes": read // run.mesh.size,
         "nvme_write_bytes": written // run.mesh.size,

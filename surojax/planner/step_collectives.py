@@ -353,7 +353,7 @@ def _between_stages(run: Assembly, batch: BatchShape) -> Iterator[StepCollective
     stages, k = pipeline_stages(run.mesh), batch.microbatches
     if stages > 1:
         tokens = batch.tokens // devices_per_sequence(run.mesh)
-        x = tokens * run.model.hidden_size * itemsize(run, "weights")
+        x = tokens * run.model.channels.all * itemsize(run, "weights")
         yield StepCollective("ticks", "collective-permute", PIPELINE, 2 * x, k + stages - 1)
         for op in ("all-gather", "reduce-scatter"):
             yield StepCollective("ticks", op, PIPELINE, 2 * (stages - 1) / stages * x, k)

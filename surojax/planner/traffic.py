@@ -1,4 +1,4 @@
-"""Bytes that a step moves between memories: copies over the host link, reads and writes of files and of device memory.
+"""Bytes that a step moves between memories: copies over the host link, reads and writes of files.
 
 What layers of each tensor class move is read from the lanes of the passes (step/passes.py): a pass that runs k times
 moves each of its lanes k times.
@@ -14,10 +14,9 @@ from surojax.config.fields import Config
 from surojax.memory.in_file import has_room
 from surojax.placement.home import NVME
 from surojax.placement.layout import batch_sharding
-from surojax.placement.mesh import REPLICATE, data_parallel, devices_per_sequence, pipeline_stages, shards
+from surojax.placement.mesh import REPLICATE, data_parallel, pipeline_stages
 from surojax.placement.param import part_of
 from surojax.planner import layer_sizes
-from surojax.planner.layer_sizes import itemsize
 from surojax.step import passes
 from surojax.step.passes import Pass
 from surojax.step.state_plan import bytes_per_device, leaf_bytes
@@ -120,24 +119,3 @@ def read_from_master(run: Assembly) -> int:
     """Bytes per GPU of the layers' work weights that are read from where master weights are in files."""
     weights = [run.plan.weights[segment.name] for segment in run.model.segments]
     return bytes_per_device([x for x in jax.tree.leaves(weights) if not has_room(x)], NVME)
-
-
-def device_traffic(run: Assembly, batch: BatchShape) -> int:
-    """Least bytes that a step reads from and writes to device memory on each GPU: weights, state and residuals."""
-    engine, table, k = run.engine, run.engine.table, batch.microbatches
-    n = shards(run.mesh)
-    work = itemsize(run, "weights")
-    stored = 1 if table.persistent_quants else work
-    # In a base's format codes are read, and numbers written and read.
-    block_bytes = sum(t.size * (t.coded + 2 * work if t.coded else stored) for t in layer_sizes.blocks(run))
-    outer_elements = sum(t.size for t in layer_sizes.outer(run)) / (n if table.outer.sharded else 1)
-    trained = sum(
-        t.size / (layer_sizes.devices(run, t.shards) if table.grads.sharded else 1)
-        for t in layer_sizes.blocks(run, trained=True)
-    )
-    weights = k * ((3 if engine.recompute_block else 2) * block_bytes + 3 * work * outer_elements)
-    gradients = 2 * k * itemsize(run, "grads") * trained
-    state = sum(map(leaf_bytes, jax.tree.leaves((run.plan.master, run.plan.moments))))
-    tokens = batch.tokens // devices_per_sequence(run.mesh)
-    residuals = 2 * k * layer_sizes.layers_of(run) * tokens * run.model.hidden_size * work
-    return round(weights + gradients + 2 * state + residuals)

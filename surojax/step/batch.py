@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from surojax.memory.host import read
 from surojax.models.model import NO_INPUTS, Compute, Model, RecipeInputs, Routing, Segment
 from surojax.numerics.fp8 import delayed_scales
-from surojax.objectives.objective import STARTS, Objective, OfLogProbabilities
+from surojax.objectives.objective import ROUTES, STARTS, Objective, OfLogProbabilities
 from surojax.parallel import collectives
 from surojax.parallel.context import of_each_chunk, own_tokens
 from surojax.parallel.tensor import own_part
@@ -37,9 +37,22 @@ class Microbatch(NamedTuple):
     counted: Callable
     recipe_inputs: Callable
 
-    def of_tokens(self, segment: Segment) -> tuple:
-        """The arguments of a segment's block that describe tokens: document starts, and routing with statistics."""
-        return (self.starts_BS,) if segment.statistics is None else (self.starts_BS, Routing(self.counted()))
+    def of_tokens(self, segment: Segment, number: jax.Array | int) -> tuple:
+        """The arguments of a layer that describe tokens: document starts, and of one with a router its routing.
+
+        number: of the layer in the model.
+        """
+        if segment.statistics is None:
+            return (self.starts_BS,)
+        return (self.starts_BS, Routing(self.counted(), self.replayed(segment, number)))
+
+    def replayed(self, segment: Segment, number: jax.Array | int) -> jax.Array | None:
+        """The experts `[B, S, k]` that a layer's tokens were sent to when they were sampled; None: they choose."""
+        if segment.statistics is None or ROUTES not in self.targets:
+            return None
+        start = number * segment.choices
+        routes_BSk = jax.lax.dynamic_slice_in_dim(self.targets[ROUTES], start, segment.choices, axis=-1)
+        return routes_BSk.astype(jnp.int32)
 
 
 class Group(NamedTuple):

@@ -11,10 +11,9 @@ from surojax.placement.mesh import AXES
 from surojax.placement.param import OUTER
 from surojax.placement.table import Mesh
 from surojax.step.batch import Batch
-from surojax.step.between import LayerKind, OfDevices, SegmentLayer
+from surojax.step.between import LayerKind, OfDevices, SegmentFiles, SegmentLayer, layers_in_order
 from surojax.step.by_host import by_host
 from surojax.step.outer import OuterLayers
-from surojax.step.segment_files import SegmentFiles, layers_in_order
 from surojax.step.several_programs import Program, SeveralPrograms
 from surojax.step.spec import Engine
 from surojax.step.state import TrainState

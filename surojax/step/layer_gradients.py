@@ -36,13 +36,23 @@ from surojax.placement.mesh import AXES
 from surojax.placement.param import OUTER
 from surojax.step import verbs
 from surojax.step.batch import Batch, recipe_inputs_of
-from surojax.step.between import LayerKind, OfDevices, SegmentLayer, in_round, in_rounds, of_round
+from surojax.step.between import (
+    NO_FILES,
+    LayerKind,
+    OfDevices,
+    SegmentFiles,
+    SegmentLayer,
+    StacksInFiles,
+    in_round,
+    in_rounds,
+    layers_in_order,
+    of_round,
+)
 from surojax.step.by_host import by_host
 from surojax.step.file_step import UpdatingRounds
 from surojax.step.gradients import Sums, outer_sums
 from surojax.step.outer import OuterLayers
 from surojax.step.residuals import Residuals
-from surojax.step.segment_files import NO_FILES, SegmentFiles, StacksInFiles, layers_in_order
 from surojax.step.several_programs import Program
 from surojax.step.state import Progress, TensorState, section
 from surojax.step.state_plan import bytes_per_device

@@ -21,10 +21,13 @@ slice on all devices of `axes`, V vocabulary, v rows of the vocabulary on one de
 """
 
 import dataclasses
+from collections.abc import Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from surojax.models.channels import LAYER_INPUT_NORM
 from surojax.models.model import Model
 from surojax.models.operations import normalised
 from surojax.numerics.ordered_sums import add_rows
@@ -68,11 +71,14 @@ class OuterLayers:
         return cls(engine.model, engine.objective, engine.lmhead_chunks, engine.vocabulary_axes, outer)
 
     def embed(self, tokens_BS: jax.Array) -> jax.Array:
-        """Embeddings `[B, S, D]` of the tokens."""
-        return embed(self.model, self.weights["embed"], tokens_BS, self.axes)
+        """Returns the first layer's input `[B, S, W]`: embeddings of the tokens, and what is beside them."""
+        return first_input(self.model, self.weights, tokens_BS, self.axes)
 
     def push_embed(self, grads: dict, tokens_BS: jax.Array, dx_BSD: jax.Array) -> dict:
-        """The accumulators of the outer layers plus the gradient of `embed`, if the embedding is trained."""
+        """The accumulators of the outer layers plus the gradients of `embed`, of what is trained."""
+        dx_BSD, d_norm = self._without_beside(tokens_BS, dx_BSD)
+        if LAYER_INPUT_NORM in grads:
+            grads = grads | {LAYER_INPUT_NORM: grads[LAYER_INPUT_NORM] + d_norm.astype(grads[LAYER_INPUT_NORM].dtype)}
         if "embed" not in grads:
             return grads
         table = grads["embed"]
@@ -83,6 +89,15 @@ class OuterLayers:
             rows, here = local_rows(table, tokens, self.axes)
             rows = jnp.where(here, rows, table.shape[0])  # a row out of bounds is dropped
         return grads | {"embed": add_rows(table, rows.reshape(-1), dx_BSD.reshape(-1, dx_BSD.shape[-1]))}
+
+    def _without_beside(self, tokens_BS: jax.Array, dx_BSW: jax.Array) -> tuple[jax.Array, Any]:
+        """Returns the gradients of embeddings `[B, S, D]`, and of the norm of layers' own inputs, if there is one."""
+        if not self.model.channels.sizes:
+            return dx_BSW, None
+        zeros_BSD = varying(jnp.zeros((*tokens_BS.shape, self.model.hidden_size), dx_BSW.dtype), AXES)
+        norm_P = self.weights.get(LAYER_INPUT_NORM)
+        _, vjp = jax.vjp(lambda x, norm: self.model.channels.first(x, norm, tokens_BS), zeros_BSD, norm_P)
+        return vjp(dx_BSW)
 
     def _into_table(self, tokens_BS: jax.Array, dx_BSD: jax.Array) -> jax.Array:
         """Returns the gradient of the tokens' rows of the table, from that of `embed`'s result."""
@@ -178,6 +193,12 @@ class OuterLayers:
 def embed(model: Model, table_vD: jax.Array, tokens_BS: jax.Array, axes: Axes = ()) -> jax.Array:
     """Embeddings `[B, S, D]` of the tokens, normed and scaled as in the model. axes: see `OuterLayers`."""
     return scaled(model, table_rows(table_vD, tokens_BS, axes))
+
+
+def first_input(model: Model, outer: Mapping[str, jax.Array], tokens_BS: jax.Array, axes: Axes = ()) -> jax.Array:
+    """Makes the first layer's input `[B, S, W]` of the tokens. outer: the outer weights. axes: see `OuterLayers`."""
+    x_BSD = embed(model, outer["embed"], tokens_BS, axes)
+    return model.channels.first(x_BSD, outer.get(LAYER_INPUT_NORM), tokens_BS) if model.channels.sizes else x_BSD
 
 
 def table_rows(table_vD: jax.Array, tokens_BS: jax.Array, axes: Axes = ()) -> jax.Array:

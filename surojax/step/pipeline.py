@@ -117,7 +117,7 @@ class PipelineStage:
         """Makes the carry before the first tick."""
         engine = self.engine
         inputs_BS = self.microbatch(0).inputs_BS
-        x = jax.ShapeDtypeStruct((*inputs_BS.shape, engine.model.hidden_size), engine.table.outer.dtype)
+        x = jax.ShapeDtypeStruct((*inputs_BS.shape, engine.model.channels.all), engine.table.outer.dtype)
         batch, length, width = x.shape
         x_BSD = varying(jnp.zeros(x.shape, x.dtype), AXES)
         from_head = varying(jnp.zeros((self.head_slots, batch, length // self.stages, width), x.dtype), AXES)

@@ -2,7 +2,7 @@
 
 Stacks `[L, ...]` of layers are in device memory or in pinned host memory; a program reads and writes one layer of them
 at a time (memory/host.py). What is on its way is in the loop's carry, so that copies and collectives overlap the layers
-that compute. XLA's scheduler decides what starts when (assembly.compiler_options; `hlo.overlaps` reads its decisions).
+that compute. XLA's scheduler decides what starts when (assembly.compiler_options).
 
 What XLA needs, and why the loop is as it is:
 

@@ -14,11 +14,11 @@ from surojax.optim.optimizer import Optimizer
 from surojax.placement.mesh import pipeline_stages
 from surojax.placement.table import Mesh
 from surojax.step import engine as whole_model, pipeline
+from surojax.step.between import NO_FILES, StacksInFiles
 from surojax.step.file_step import FileStep, PendingUpdate
 from surojax.step.layer_evaluation import LayerEvaluation
 from surojax.step.layer_gradients import LayerGradients
 from surojax.step.overlap import OverlappedStep, Pending
-from surojax.step.segment_files import NO_FILES, StacksInFiles
 from surojax.step.spec import Engine
 from surojax.step.state import TrainState
 from surojax.step.step_gradients import WholeGradients

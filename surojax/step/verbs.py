@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import jax
 
 from surojax.models.lora import without_adapters
-from surojax.models.model import Segment, Variant
+from surojax.models.model import Routing, Segment, Variant
 from surojax.step.batch import Batch, Microbatch
 from surojax.step.gradients import Sums, add, reduced
 from surojax.step.outer import OuterLayers
@@ -80,7 +80,8 @@ class LayerVerbs:
     ) -> tuple[jax.Array, Any, LayerTotals]:
         """Returns (the layer's output, what its backward pass reads besides the weights, what it adds to totals)."""
         inputs = each.recipe_inputs(number)
-        (x_BSD, routed), saved = self.segment.block_forward(w, x_BSD, inputs, variant, *each.of_tokens(self.segment))
+        tokens = each.of_tokens(self.segment, number)
+        (x_BSD, routed), saved = self.segment.block_forward(w, x_BSD, inputs, variant, *tokens)
         return x_BSD, saved, LayerTotals.of_forward(routed)
 
     def backward(
@@ -90,22 +91,21 @@ class LayerVerbs:
 
         saved: of `forward`. dx_BSD, d_statistics: gradients of its output and of what its router counts, or None.
         """
-        inputs, tokens = each.recipe_inputs(number), each.of_tokens(self.segment)
+        inputs, tokens = each.recipe_inputs(number), each.of_tokens(self.segment, number)
         dw, dx_BSD, observed = self.segment.block_backward(w, saved, (dx_BSD, d_statistics), inputs, variant, *tokens)
         return dw, dx_BSD, LayerTotals.of_backward(observed)
 
     def infer(self, w, x_BSD: jax.Array, number: Any, variant: Variant, each: Microbatch) -> jax.Array:
         """Returns the layer's output alone: nothing is saved."""
-        return _output(self.segment, w, x_BSD, number, variant, each)
+        decided = each.replayed(self.segment, number)
+        tokens = (each.starts_BS,) if decided is None else (each.starts_BS, Routing(decided=decided))
+        return self.segment.block(w, x_BSD, each.recipe_inputs(number), variant, *tokens)[0]
 
     def infer_reference(self, w, x_BSD: jax.Array, number: Any, variant: Variant, each: Microbatch) -> jax.Array:
-        """`infer` without the layer's adapters."""
+        """`infer` without the layer's adapters, and with the layer's own choice of experts."""
         assert self.reference is not None
-        return _output(self.reference, without_adapters(w), x_BSD, number, variant, each)
-
-
-def _output(segment: Segment, w, x_BSD: jax.Array, number: Any, variant: Variant, each: Microbatch) -> jax.Array:
-    return segment.block(w, x_BSD, each.recipe_inputs(number), variant, each.starts_BS)[0]
+        inputs = each.recipe_inputs(number)
+        return self.reference.block(without_adapters(w), x_BSD, inputs, variant, each.starts_BS)[0]
 
 
 def head(

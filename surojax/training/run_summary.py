@@ -27,7 +27,7 @@ from surojax.placement import cuda_plugin
 from surojax.placement.layout import replicated_matrices
 from surojax.placement.mesh import shards as number_of_shards
 from surojax.planner import (
-    expert_lines,
+    expert_time,
     gpus,
     hlo,
     plan_text as planned,
@@ -64,7 +64,7 @@ def describe_run(c: Config, run: Assembly, devices, need: dict[str, int]) -> Non
     served = dispatch.choose("grouped_matmul", run.model.precision.implementation) == "mosaic"
     if devices[0].platform == "gpu" and run.engine.table.leaves_device and (line := cuda_plugin.copies_slowly()):
         say(line)
-    if devices[0].platform == "gpu" and (line := expert_lines.multiplied(run, served=served)):
+    if devices[0].platform == "gpu" and (line := expert_time.multiplied_by(run, served=served)):
         say(line)
     # On a CPU, `need` already includes the host memory, since it is also the devices' memory.
     host = {} if devices[0].platform == "cpu" else estimate_host(run, traffic.batch_of(c))

@@ -221,8 +221,7 @@ class Experts(Mlp):
             if c.n_group > 1:
                 ranked_BSE = in_best_groups(ranked_BSE, c.n_group, c.topk_group, 2 if c.scoring_func == SIGMOID else 1)
             _, chosen_BSk = jax.lax.top_k(jax.lax.stop_gradient(ranked_BSE), c.num_experts_per_tok)
-            chosen_BSk = chosen_BSk.astype(smallest_dtype(c.num_experts))
-        chosen_BSk = checkpoint_name(chosen_BSk, DECIDED)
+        chosen_BSk = checkpoint_name(chosen_BSk.astype(smallest_dtype(c.num_experts)), DECIDED)
         weights_BSk = scores_of_chosen(score_BSE, chosen_BSk)
         if c.norm_topk_prob:
             least = 1e-20 if c.scoring_func == SIGMOID else 0.0  # of a sum that may be 0

@@ -14,6 +14,7 @@ class GlobalAttention(Attention):
     With `attention_k_eq_v` values are the products that keys are made of, before norm and rotary embedding.
     """
 
+    kept_as: ClassVar = "global"
     fields: ClassVar = ("model.global_head_dim", "model.num_global_key_value_heads")
 
     def __init__(self, config, *, rngs: nnx.Rngs | None = None):

@@ -14,6 +14,7 @@ from flax import nnx
 from pallas_kernels.mma import ROWS
 from surojax.errors import need
 from surojax.models.attention import chosen_here, chosen_implementation, on_hopper
+from surojax.models.channels import Kept, names_of_keys
 from surojax.models.kinds.sublayer import ContextNumbers, FileNames, KernelBytes, Mixer, OnGpu, Target, Width
 from surojax.models.layers import norm_weight, parameter, projection, vector
 from surojax.models.linear import Product
@@ -34,12 +35,15 @@ def times_sigmoid(x: jax.Array, gate: jax.Array) -> jax.Array:
 class Attention(Mixer):
     """Causal self-attention with grouped key/value heads; optional: biases, norms of queries, keys, sinks, a gate.
 
-    fields: of a head's channels and of the number of key/value heads, for messages.
+    fields: of a head's channels and of the number of key/value heads, for messages. has_keys: it computes keys and
+    values; if not, it reads those of an earlier layer. kept_as: the kind of layers that share them, see channels.py.
     """
 
     name = "attention"
     input = "attention_input"
     appends = True
+    has_keys: ClassVar = True
+    kept_as: ClassVar = "sliding"
     fields: ClassVar = ("model.head_dim", "model.num_key_value_heads")
     tensors: ClassVar = {
         "wq": FileNames("self_attn.q_proj.weight", "attn_q.weight"),
@@ -66,8 +70,9 @@ class Attention(Mixer):
         out = nnx.initializers.normal(c.initializer_range / math.sqrt(2 * c.num_hidden_layers))
         with_gate = q * (2 if c.attn_output_gate else 1)
         self.wq = parameter(rngs, (with_gate, D), ("heads", "embed"), normal, product=Product(0, self.input, "d_q"))
-        self.wk = parameter(rngs, (kv, D), ("kv_heads", "embed"), normal, product=Product(1, self.input, "d_k"))
-        if not self.values_are_keys:
+        if self.has_keys:
+            self.wk = parameter(rngs, (kv, D), ("kv_heads", "embed"), normal, product=Product(1, self.input, "d_k"))
+        if self.has_keys and not self.values_are_keys:
             self.wv = parameter(rngs, (kv, D), ("kv_heads", "embed"), normal, product=Product(2, self.input, "d_v"))
         self.wo = parameter(rngs, (D, q), ("embed", "heads"), out, product=OUT)
         if c.attn_gate_proj:
@@ -75,8 +80,9 @@ class Attention(Mixer):
             self.wg = parameter(rngs, (q, D), ("heads", "embed"), normal, product=gate)
         if c.attention_bias:
             self.bq = vector(rngs, with_gate, "heads", nnx.initializers.zeros)
-            self.bk = vector(rngs, kv, "kv_heads", nnx.initializers.zeros)
-            if not self.values_are_keys:
+            if self.has_keys:
+                self.bk = vector(rngs, kv, "kv_heads", nnx.initializers.zeros)
+            if self.has_keys and not self.values_are_keys:
                 self.bv = vector(rngs, kv, "kv_heads", nnx.initializers.zeros)
         if c.attention_out_bias:
             self.bo = vector(rngs, D, "embed", nnx.initializers.zeros)
@@ -87,7 +93,8 @@ class Attention(Mixer):
             self.k_norm = norm_weight(rngs, c.norm_plus_one, kv, "kv_heads")
         if c.qk_norm:
             self.q_norm = norm_weight(rngs, c.norm_plus_one, c.head_dim, "channels")
-            self.k_norm = norm_weight(rngs, c.norm_plus_one, c.head_dim, "channels")
+            if self.has_keys:
+                self.k_norm = norm_weight(rngs, c.norm_plus_one, c.head_dim, "channels")
 
     @property
     def values_are_keys(self) -> bool:
@@ -116,14 +123,23 @@ class Attention(Mixer):
         if c.attn_output_gate:
             q, *gate = jnp.split(q.reshape(B, S, -1, 2 * c.head_dim), 2, axis=-1)
         q, k, v, *gate = (y.reshape(B, S, -1, c.head_dim) for y in (q, k, v, *gate))
+        q = self.normed_queries(q, ops)
         if c.qk_norm:
-            q = ops.norm(q, self.q_norm[...], c.rms_norm_eps, c.norm_plus_one)
             k = ops.norm(k, self.k_norm[...], c.rms_norm_eps, c.norm_plus_one)
         if c.qk_norm_weightless:
-            q, k = (ops.norm(y, jnp.ones(c.head_dim, y.dtype), c.rms_norm_eps) for y in (q, k))
+            k = ops.norm(k, jnp.ones(c.head_dim, k.dtype), c.rms_norm_eps)
         if c.v_norm_weightless:
             v = ops.norm(v, jnp.ones(c.head_dim, v.dtype), c.rms_norm_eps)
         return *ops.rotate(q, k, first, *c.rotary(ops.variant)), v, gate[0] if gate else None
+
+    def normed_queries(self, q_BSHh: jax.Array, ops: Operations) -> jax.Array:
+        """Norms queries by head, if the model does."""
+        c = self.config
+        if c.qk_norm:
+            q_BSHh = ops.norm(q_BSHh, self.q_norm[...], c.rms_norm_eps, c.norm_plus_one)
+        if c.qk_norm_weightless:
+            q_BSHh = ops.norm(q_BSHh, jnp.ones(c.head_dim, q_BSHh.dtype), c.rms_norm_eps)
+        return q_BSHh
 
     def earlier(self, x_BSD: jax.Array, ops: Operations, norm: Callable | None, first: int) -> Earlier:
         """Keys and values of a chunk x or norm(x), which later chunks attend to."""
@@ -132,15 +148,22 @@ class Attention(Mixer):
 
     def __call__(
         self, x_BSD: jax.Array, ops: Operations, norm: Callable | None = None, cache: Cache | Earlier | None = None
-    ) -> tuple[jax.Array, Cache | Earlier | None]:
-        """Returns (attention of x `[B, S, D]` or norm(x), which is recomputed; `new` of `Operations.attend`)."""
+    ) -> tuple[jax.Array, Any]:
+        """Returns (attention of x `[B, S, D]` or norm(x), which is recomputed; `new` of `Operations.attend`).
+
+        `Kept` in place of the latter if later layers share keys and values.
+        """
         c = self.config
         q, k, v, gate = self.heads(x_BSD, ops, norm, 0 if cache is None else cache.start)
+        shared = self.has_keys and c.num_kv_shared_layers > 0
+        if shared:  # the sum of their gradients has no product in it, which a kernel could contract
+            k, v = gradient_in_one_pass(k), gradient_in_one_pass(v)
         scale = c.query_pre_attn_scalar**-0.5 if c.query_pre_attn_scalar else None
         sinks = self.sinks[...] if c.attention_sinks else None
         y_BSHh, cache = ops.attend(q, k, v, cache, scale=scale, softcap=c.attn_logit_softcapping, sinks=sinks)
         y_BSHh = y_BSHh if gate is None else times_sigmoid(y_BSHh, gate)
-        return ops.linear(y_BSHh.reshape(*y_BSHh.shape[:2], -1), projection(self, "wo", "bo")), cache
+        new = Kept(cache, dict(zip(names_of_keys(self.kept_as), (k, v), strict=True))) if shared else cache
+        return ops.linear(y_BSHh.reshape(*y_BSHh.shape[:2], -1), projection(self, "wo", "bo")), new
 
     # -- declarations --------------------------------------------------------------------------------------------------
 

@@ -230,11 +230,17 @@ class NoMlp(Mlp):
 
 
 class LayerKinds(NamedTuple):
-    """The sublayers of a segment's layers, as declarations."""
+    """The sublayers of a segment's layers, as declarations. own_input: of layers with one; None: they have none."""
 
     mixer: Mixer
     mlp: Mlp
+    own_input: Sublayer | None = None
+
+    @property
+    def all(self) -> list[Sublayer]:
+        """All of them."""
+        return [self.mixer, self.mlp, *([] if self.own_input is None else [self.own_input])]
 
     def widths(self) -> list[Width]:
-        """The widths of both."""
-        return [*self.mixer.widths(), *self.mlp.widths()]
+        """The widths of all."""
+        return [width for sublayer in self.all for width in sublayer.widths()]

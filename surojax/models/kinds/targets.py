@@ -22,7 +22,8 @@ def adaptable(kinds: Collection[LayerKinds]) -> list[Target]:
         before = WITHOUT_EXPERTS if of_both and not mlp.has_experts else ""
         of_mlps += [target._replace(matrix=before + target.matrix) for target in mlp.targets()]
     of_mlps.sort(key=lambda target: target.matrix.startswith(f"{Mlp.name}.{SHARED_EXPERTS}."))
-    return list(dict.fromkeys([*targets, *of_mlps]))
+    of_inputs = [target for layer in kinds if layer.own_input for target in layer.own_input.targets()]
+    return list(dict.fromkeys([*targets, *of_mlps, *of_inputs]))
 
 
 def named(name: str, targets: Iterable[Target]) -> list[Target]:
