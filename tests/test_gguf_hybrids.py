@@ -62,6 +62,7 @@ REFUSED = [
     ("nemotron_dense", {"time_step_min": 0.5}, "mamba_dt_min=0.5"),
     ("nemotron_groups", {}, "mamba_conv_bias=False"),
     ("gemma4_plain", {}, "rope_factor=2.0"),
+    ("gemma4", {"hidden_size_per_layer_input": 4}, "expected 0, got 4, since embeddings of each layer"),
 ]
 EXPERTS = {"blk.{bid}.ffn_gate_exps", "blk.{bid}.ffn_up_exps"}  # which llama.cpp reads too, of the package's one
 
@@ -166,7 +167,7 @@ def contents_of(case: str, path: Path) -> tuple[Contents, dict[str, np.ndarray]]
     names = ["token_embd.weight", "output_norm.weight", "output.weight", *vectors]
     types = config.get("layer_types", ())
     names += [f"blk.{l}.attn_v.weight" for l, x in enumerate(types) if x == SLIDING or not config["attention_k_eq_v"]]
-    return Contents(path, metadata, dict.fromkeys(names, entry)), vectors
+    return Contents(path, metadata, {name: entry for name in names}), vectors
 
 
 @pytest.mark.parametrize(
@@ -183,7 +184,7 @@ def contents_of(case: str, path: Path) -> tuple[Contents, dict[str, np.ndarray]]
         ("gemma4", "attention.value_length", 5, "attention.value_length: expected 10, as of keys, got 5"),
         ("gemma4", "rope.dimension_count_swa", 2, "rope.dimension_count_swa: expected 6, as of keys, got 2"),
         ("gemma4", "attention.shared_kv_layers", 2, "attention.shared_kv_layers: expected 0, got 2"),
-        ("gemma4", "embedding_length_per_layer_input", 4, "hidden_size_per_layer_input: expected 0, got 4"),
+        ("gemma4", "embedding_length_per_layer_input", 4, "embedding_length_per_layer_input: expected 0, got 4"),
     ],
 )
 def test_files_that_say_something_else_are_refused(tmp_path, case, key, value, message):

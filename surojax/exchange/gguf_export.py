@@ -114,6 +114,11 @@ def export_gguf(
     family = FAMILIES[metadata["general.architecture"]]
     table = _table_of(model, family)
     stored_as = {renamed(name, table, family.names): name for name in kinds}
+    if unnamed := sorted(stored_as.keys() & kinds.keys()):
+        raise ConfigError(
+            f"export: expected a model whose tensors GGUF files of {family.architecture} have, got {unnamed[0]}; "
+            "export a folder, which llama.cpp's convert_hf_to_gguf.py may convert"
+        )
     expected = shapes(model)
     of_head = metadata[f"{metadata['general.architecture']}.{HEAD_DIM[0]}"]
 

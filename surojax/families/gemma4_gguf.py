@@ -72,6 +72,11 @@ def _before_writing(config: dict[str, Any]) -> dict[str, Any]:
 def _after_reading(config: dict[str, Any]) -> dict[str, Any]:
     """Reads what files say in place of keys of config.json. Raises ConfigError for what is not computed."""
     config = dict(config)
+    if config[EMBEDDINGS]:
+        raise ConfigError(
+            f"model_path: embedding_length_per_layer_input: expected 0, got {config[EMBEDDINGS]}, since embeddings of "
+            "each layer (Gemma 4 E2B and E4B) are not read from such files; fetch the model as safetensors"
+        )
     for key, name in SAME.items():
         if (said := config.pop(key)) not in (0, config[name]):
             raise ConfigError(
