@@ -16,7 +16,7 @@ from surojax import ConfigError, train
 from surojax.data.__main__ import prepare
 from surojax.data.data_rows import BadRow, DataRow
 from surojax.data.examples import Example
-from surojax.data.rollouts import ROUTES as IN_EXAMPLE, RolloutEncoder, Routes
+from surojax.data.rollouts import ROUTES as IN_EXAMPLE, RolloutEncoder, TokenRoutes
 from surojax.data.tokenizer import ByteTokenizer
 from surojax.inference.sample import rollout
 from surojax.inference.trained_model import Trained
@@ -114,7 +114,7 @@ def sampled(prompt=(5, 6, 7)) -> tuple[dict, dict]:
 def test_rollouts_have_the_experts_that_a_step_would_choose():
     """A step with them is the step without, to the bit."""
     row, _ = sampled()
-    encoder = RolloutEncoder(64, Routes(L, K, E))
+    encoder = RolloutEncoder(64, TokenRoutes(L, K, E))
     found = encoder.item(DataRow(row | {"advantages": [1, -1, 0.5, 2]}, "")).content
     assert isinstance(found, Example)
     assert len({len(ids) for ids in row["completion_ids"]}) > 1
@@ -145,10 +145,10 @@ EXPERTS_OF_ROW = [[[[0, 1]] * 2] * 3, [[[2, 1]] * 2] * 4, [[[1, 0]] * 2] * 2]  #
 IN_BASE64 = [base64.b64encode(np.array(x, "<i4").tobytes()).decode() for x in EXPERTS_OF_ROW]
 
 
-OF_TWO = Routes(layers=2, choices=2, experts=3)
+OF_TWO = TokenRoutes(layers=2, choices=2, experts=3)
 
 
-def read(record, routes: Routes | None = OF_TWO) -> Example | BadRow:
+def read(record, routes: TokenRoutes | None = OF_TWO) -> Example | BadRow:
     return RolloutEncoder(64, routes).item(DataRow(record, "a.jsonl:7")).content
 
 
@@ -235,5 +235,7 @@ def test_the_command_writes_rows_that_train_reads(tmp_path):
     options = {"chat": False, "system": "", "samples": 2, "seed": 0, "routed_experts": True, "max_tokens": 3}
     generate.write_rollouts(trained, ["ab", "c"], file, **options)
     for line in file.read_text().splitlines():
-        found = RolloutEncoder(320, Routes(L, K, E)).item(DataRow(json.loads(line) | {"rewards": [1, 0]}, "")).content
+        found = (
+            RolloutEncoder(320, TokenRoutes(L, K, E)).item(DataRow(json.loads(line) | {"rewards": [1, 0]}, "")).content
+        )
         assert isinstance(found, Example) and found.numbers[IN_EXAMPLE].shape == (len(found.ids), L * K)

@@ -16,7 +16,7 @@ from surojax.config.fields import Config, gpus_per_sequence
 from surojax.config.flags import parse_flags
 from surojax.data import run_data as data
 from surojax.data.batches import training_batches
-from surojax.data.rollouts import Routes
+from surojax.data.rollouts import TokenRoutes
 from surojax.data.samples import check_length
 from surojax.data.show import sample_table
 from surojax.data.tokenizer import Tokenizer, load_tokenizer
@@ -49,7 +49,7 @@ def prepare(c: Config) -> tuple[data.Data, Tokenizer]:
         eval_batch_size=c.per_device_batch_size,
         rows=choice.rows,
         together=choice.together,
-        routes=Routes.of(c),
+        routes=TokenRoutes.of(c),
         say=print_line,
     )
     samples = loaded.train.all

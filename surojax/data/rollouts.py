@@ -38,7 +38,7 @@ NONE = np.zeros(0)
 ROUNDING = 1e-2  # by which a log-probability may be above 0
 
 
-class Routes(NamedTuple):
+class TokenRoutes(NamedTuple):
     """What a model's rows say of experts: in each of its layers a token has so many choices of so many experts."""
 
     layers: int
@@ -46,7 +46,7 @@ class Routes(NamedTuple):
     experts: int
 
     @classmethod
-    def of(cls, c: Any) -> "Routes | None":
+    def of(cls, c: Any) -> "TokenRoutes | None":
         """Makes the routes of a config whose model is known; None without router_replay."""
         model = c.model
         return cls(model.num_hidden_layers, model.num_experts_per_tok, model.num_experts) if c.router_replay else None
@@ -78,7 +78,7 @@ class RolloutEncoder:
     """
 
     vocab_size: int
-    routes: Routes | None = None
+    routes: TokenRoutes | None = None
 
     is_text = False
 

@@ -23,7 +23,7 @@ from surojax.data.examples import Encoder
 from surojax.data.given import GivenRows
 from surojax.data.prepare import DATA_CACHE, Prepared, load_corpora, load_dataset
 from surojax.data.readers import OpenSet, open_set
-from surojax.data.rollouts import RolloutEncoder, Routes
+from surojax.data.rollouts import RolloutEncoder, TokenRoutes
 from surojax.data.row_fields import DOCUMENT_TYPES, SEGMENTS
 from surojax.data.samples import IGNORED, ExampleRows, Windows, concatenated, windows_or_rows
 from surojax.data.token_rows import TokenEncoder
@@ -163,7 +163,7 @@ def load_data(
     rows: str = "",
     together: int = 1,
     is_scored: bool = False,
-    routes: Routes | None = None,
+    routes: TokenRoutes | None = None,
     say: Callable[[str], None] = print,
 ) -> Data:
     """Returns the samples to train on and the batches to evaluate on.
@@ -314,7 +314,7 @@ class _Loader(NamedTuple):
     say: Callable[[str], None]
     together: int
     padding: int | None
-    routes: Routes | None
+    routes: TokenRoutes | None
 
     def dataset(self, dataset: Dataset, holds_out: bool) -> Prepared:
         s = self.settings

@@ -9,7 +9,7 @@ from surojax.config import checks, fields as configs
 from surojax.config.fields import Config
 from surojax.data import run_data as data
 from surojax.data.batches import Mixture
-from surojax.data.rollouts import Routes
+from surojax.data.rollouts import TokenRoutes
 from surojax.data.samples import check_length
 from surojax.data.teacher_labels import with_teacher_labels
 from surojax.data.tokenizer import Tokenizer, load_tokenizer
@@ -69,7 +69,7 @@ def find_start(c: Config, setup: Setup) -> Start:
         eval_batch_size=batch_size,
         rows=choice.rows,
         together=choice.together,
-        routes=Routes.of(c),
+        routes=TokenRoutes.of(c),
         is_scored=choice.num_labels > 0,
         say=say,
     )
