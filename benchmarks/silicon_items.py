@@ -30,7 +30,7 @@ from surojax.assembly.assemble import Assembly
 from surojax.assembly.from_config import from_config
 from surojax.config.fields import Config
 from surojax.config.flags import parse_flags
-from surojax.inference.sample import with_logprobs
+from surojax.inference.sample import sampled
 from surojax.memory.nvme import Claimed, claim
 from surojax.parallel.feed import Feed
 from surojax.placement import cuda_plugin
@@ -260,7 +260,7 @@ def generation(item: Item, scratch: str, dry: bool) -> dict[str, Any]:
         prompts = [np.arange(prompt_tokens, dtype=np.int32) % run.model.vocab_size] * batch
         for _ in range(2):  # the first one compiles
             times = [time.perf_counter()]
-            for tokens, _ in with_logprobs(run.model, weights, prompts, max_tokens=new, temperature=0):
+            for tokens, _, _ in sampled(run.model, weights, prompts, max_tokens=new, temperature=0):
                 jax.block_until_ready(tokens)
                 times.append(time.perf_counter())
         read, written = batch * prompt_tokens / (times[1] - times[0]), batch * (new - 1) / (times[-1] - times[1])

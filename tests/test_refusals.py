@@ -78,6 +78,8 @@ def both(one: Feature, other: Feature) -> dict | None:
     for example in ({**one.example, **other.example}, {**other.example, **one.example}):
         if "model.layer_types" in example:  # names of attention's matrices alone leave the other layers unadapted
             example.pop("lora_target_modules", None)
+        if example.get("model.one_purpose") and example.get("model.num_experts"):  # layers whose purpose they are
+            example.setdefault("model.layer_types", "full_attention,experts")
         values = DEFAULTS | SIZES | {"num_shards": 1} | example
         if one.holds(values, DEFAULTS) and other.holds(values, DEFAULTS):
             return example
