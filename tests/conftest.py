@@ -227,7 +227,7 @@ def pytest_terminal_summary(terminalreporter, config):
         terminalreporter.write_line(f"{left_out} more tests with `pytest --all`: {what}; {FULL_MINUTES} on two cores")
 
 
-FULL_MINUTES = "an hour or more"
+FULL_MINUTES = "two hours or more"
 
 
 @pytest.fixture

@@ -36,7 +36,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
-from surojax.data.entries import DTYPES, META, Corpus, meta_digest, open_entry, remember
+from surojax.data.entries import DTYPES, META, OF_INPUTS, Corpus, meta_digest, open_entry, remember
 from surojax.errors import ConfigError
 from surojax.untrusted import expanded
 
@@ -65,7 +65,7 @@ class PartWriter:
     num_bytes: int = 0
     _files: dict[str, BinaryIO] = field(default_factory=dict)
     _hashes: dict[str, Any] = field(default_factory=dict)
-    _widths: dict[str, int] = field(default_factory=dict)  # of the numbers of which a token has several
+    _widths: dict[str, int] = field(default_factory=dict)  # numbers for each token, by name, of arrays in OF_INPUTS
 
     def __post_init__(self) -> None:
         self.folder.mkdir(parents=True)
@@ -94,7 +94,8 @@ class PartWriter:
         self._append("tokens", ids.astype(self.dtype))
         for name, values in (numbers or {}).items():
             self._append(name, values.astype(np.float32))
-            self._widths |= {name: values.shape[1]} if values.ndim == 2 else {}
+            if name in OF_INPUTS:
+                self._widths[name] = values.shape[1]
         if ends is not None:
             self._append("offsets", self.num_tokens + ends.astype(np.int64))
             self.num_examples += len(ends)

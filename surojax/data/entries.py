@@ -24,6 +24,8 @@ DTYPES = {
     "trained": np.dtype(np.bool_),
     "offsets": np.dtype(np.int64),
 }  # others: float32
+ROUTES = "routes"  # experts that a token was sent to, see rollouts.py
+OF_INPUTS = (ROUTES,)  # arrays of numbers that are about inputs, and have several for each token
 TRAIN = "train"
 HELD_OUT = "held_out"
 CHECKED = "checked.json"
@@ -40,7 +42,8 @@ class Corpus:
     name: source of the examples, for messages.
     offsets: int64 [examples + 1], where each example starts and the last one ends; None: one example.
     trained: bool [tokens], whether a token is a target of the loss; None: all are.
-    numbers: further arrays by name, float32 [tokens] of labels, or [tokens, width] of inputs.
+    numbers: further arrays by name, float32: [tokens] about a token as a label, [tokens, width] about it as an input if
+    OF_INPUTS names them.
     """
 
     tokens: np.ndarray

@@ -24,6 +24,7 @@ import numpy as np
 from surojax.data import row_fields
 from surojax.data.data_rows import BadRow, DataRow, NotARow
 from surojax.data.datasets import COMPLETIONS, PROMPT, field_names
+from surojax.data.entries import OF_INPUTS, ROUTES
 from surojax.data.examples import Example
 from surojax.data.items import Item, Unit, item_key, json_of, key_of_bad, new_hash
 from surojax.declared import LARGEST_FLOAT
@@ -33,13 +34,12 @@ LOGPROBS = "logprobs"
 REWARDS = "rewards"
 ADVANTAGES = "advantages"
 ROUTED = "routed_experts"
-SAMPLED, ADVANTAGE, ROUTES = "sampled", "advantage", "routes"  # names of the arrays of an example
-NONE = np.zeros(0)
+SAMPLED, ADVANTAGE = "sampled", "advantage"  # names of the arrays of an example, beside ROUTES
 ROUNDING = 1e-2  # by which a log-probability may be above 0
 
 
 class TokenRoutes(NamedTuple):
-    """What a model's rows say of experts: in each of its layers a token has so many choices of so many experts."""
+    """The sizes of what rows say of experts: in each layer of the model a token chooses some of all experts."""
 
     layers: int
     choices: int
@@ -47,7 +47,7 @@ class TokenRoutes(NamedTuple):
 
     @classmethod
     def of(cls, c: Any) -> "TokenRoutes | None":
-        """Makes the routes of a config whose model is known; None without router_replay."""
+        """Reads the sizes in a config whose model is known; None without router_replay."""
         model = c.model
         return cls(model.num_hidden_layers, model.num_experts_per_tok, model.num_experts) if c.router_replay else None
 
@@ -74,7 +74,7 @@ class TokenRoutes(NamedTuple):
 class RolloutEncoder:
     """Makes an example of each row, with a document for each completion; see `cache_writer.ItemEncoder`.
 
-    routes: of the model, to be read of each row; None: experts choose their tokens anew.
+    routes: the sizes of `routed_experts`, which each row must have; None: tokens choose their experts anew.
     """
 
     vocab_size: int
@@ -91,11 +91,8 @@ class RolloutEncoder:
         if isinstance(row, DataRow):
             try:
                 example = self._example(row.record)
-                return Item(
-                    example,
-                    item_key(new_hash(json_of(row.record))),
-                    16 * len(example.ids) + example.numbers.get(ROUTES, NONE).nbytes,
-                )
+                size = 16 * len(example.ids) + sum(x.nbytes for name, x in example.numbers.items() if name in OF_INPUTS)
+                return Item(example, item_key(new_hash(json_of(row.record))), size)
             except NotARow as error:
                 advice = "" if ";" in str(error) else "; correct or remove the row"
                 row = BadRow(row.where, f"{error}{advice}")
@@ -142,7 +139,7 @@ class RolloutEncoder:
         return Example(np.concatenate(documents), np.concatenate(trained), ends, numbers)
 
     def _routed(self, record: Mapping[str, Any], completions: list[Any]) -> list[Any]:
-        """Returns what each completion's experts were; nothing if they are not replayed. Raises NotARow."""
+        """Returns the field's value for each completion; nothing if experts are not replayed. Raises NotARow."""
         if self.routes is None:
             if row_fields.has_content(record.get(ROUTED)):
                 advice = "set router_replay to send tokens to them again"
@@ -217,7 +214,7 @@ def _array(values: Any) -> np.ndarray | None:
 
 
 def _from_base64(text: str) -> np.ndarray | None:
-    """Decodes int32 numbers of little end; None if the text is no such thing."""
+    """Decodes little-endian int32 numbers; None if the text has none in base64."""
     try:
         return np.frombuffer(base64.b64decode(text, validate=True), np.dtype("<i4"))
     except (binascii.Error, ValueError):

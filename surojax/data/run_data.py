@@ -171,7 +171,7 @@ def load_data(
     `settings.data` is not read if there are `entries.datasets`. eval_batch_size: samples of an evaluation batch.
     rows: the type of rows that the objective takes; "": any other. together: so many documents of a row, which are
     samples, stay next to each other. is_scored: samples say which token is the last, see `samples.ExampleRows.padding`.
-    routes: of the model, which rows of rollouts have; None: they are not replayed.
+    routes: sizes of the experts' choices, which rows of rollouts must have; None: they are not replayed.
 
     Raises ConfigError for whatever is wrong with files, rows or settings, for a set that is empty, and if neither
     `settings.data` nor an entry says what to train on.

@@ -18,7 +18,7 @@ from typing import Protocol
 import numpy as np
 
 from surojax.data import packing
-from surojax.data.cache import Corpus
+from surojax.data.entries import OF_INPUTS, Corpus
 from surojax.errors import ConfigError
 
 type Sample = dict[str, np.ndarray]
@@ -157,7 +157,7 @@ class ExampleRows:
             first = int(self.pieces.starts[piece])
             inputs[here], labels[here] = _inputs_and_labels(self.corpus, first, length)
             for name, values in self.corpus.numbers.items():
-                if values.ndim == 2:
+                if name in OF_INPUTS:
                     numbers[name][here] = values[first : first + length]
                     continue
                 label_values = values[first + 1 : first + 1 + length]

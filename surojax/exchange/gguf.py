@@ -18,7 +18,7 @@ from surojax.families.family import Gguf, GgufParts, GgufTransform
 from surojax.families.names import LAYER_NUMBER, by_our_name, find_tensor, renamed
 from surojax.families.registry import tensor_names
 
-# What newer files have of experts in place of two tensors: an expert's rows of gate, then those of up.
+# Newer files have one tensor in place of two: for each expert the rows of gate, then those of up.
 GATE_UP, OF_GATE_UP = "ffn_gate_up_exps.weight", ("ffn_gate_exps.weight", "ffn_up_exps.weight")
 
 
@@ -143,9 +143,10 @@ def _joined_parts(
 
 def _halves(names: Iterable[str], family: Gguf, to: Mapping[str, str]) -> dict[str, tuple[str, int]]:
     """Finds the tensors with gate and up of all experts: {our name: (name in the file, half of an expert's rows)}."""
+    has_both = set(OF_GATE_UP) <= {x.rpartition("}.")[2] for x in family.names.values()}
     found = {}
     for name in names:
-        if name.endswith(GATE_UP) and set(OF_GATE_UP) <= {x.rpartition("}.")[2] for x in family.names.values()}:
+        if name.endswith(GATE_UP) and has_both:
             for half, theirs in enumerate(OF_GATE_UP):
                 found[renamed(name.replace(GATE_UP, theirs), family.names, to)] = name, half
     return found

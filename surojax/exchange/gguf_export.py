@@ -223,7 +223,7 @@ def _comparable(fields: dict[str, Any]) -> dict[str, Any]:
     """Returns the `model` fields that a trained model's results depend on."""
     complete = config_json.normal(fields)
     del complete["initializer_range"]
-    if complete["rope_scaling"] == PROPORTIONAL:  # of which files say the number of rotated pairs of channels
+    if complete["rope_scaling"] == PROPORTIONAL:  # files say it as the number of rotated pairs of channels
         h = complete["global_head_dim"] or complete["head_dim"]
         complete["rope_partial_rotary_factor"] = int(complete["rope_partial_rotary_factor"] * h // 2)
     return complete

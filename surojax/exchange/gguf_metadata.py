@@ -17,7 +17,7 @@ from surojax.families.window_keys import FULL, SLIDING
 from surojax.models.decoder_config import channels
 from surojax.sizes import check_largest
 
-FREQUENCIES = "rope_freqs.weight"  # what a rotary embedding of the type llama3 divides each frequency by
+FREQUENCIES = "rope_freqs.weight"  # divisors of the frequencies of rotary embeddings
 # Keys of the metadata after the architecture's name, and theirs in config.json.
 SIZES = {
     "context_length": "max_position_embeddings",
@@ -29,11 +29,11 @@ SIZES = {
     "attention.layer_norm_rms_epsilon": "rms_norm_eps",
     "rope.freq_base": "rope_theta",
 }
-ROTATED = "rope.dimension_count"  # of a head's channels
+ROTATED = "rope.dimension_count"  # number of channels of a head that are rotated
 HEAD_DIM = ("attention.key_length", "attention.value_length", ROTATED)  # all are a head's channels
 SCALING_TYPE = "rope.scaling.type"
-# Factors of rotated channels: llama.cpp multiplies the factor that yarn implies by the first one. The second one is
-# that of config.json, which llama.cpp reads in few architectures.
+# Factors of rotated channels: llama.cpp multiplies the factor that yarn implies by the first one. The second one equals
+# attention_factor of config.json, and llama.cpp reads it in few architectures.
 MAGNITUDE = "rope.scaling.attn_factor"
 SAID_MAGNITUDE = "rope.scaling.yarn_attn_factor"
 # Keys of the stretched positions, and theirs in rope_scaling.

@@ -38,7 +38,7 @@ NUMPY_DTYPES: dict[str, np.dtype] = {
     }.items()
 }
 NAMES_OF_DTYPES = {dtype: name for name, dtype in NUMPY_DTYPES.items()}
-PIECE_BYTES = 64 << 20  # of rows of which a part of the columns is read
+PIECE_BYTES = 64 << 20  # bytes read at a time to take a part of the columns from rows
 MAX_HEADER = 32 << 20  # bytes, of 200,000 tensors
 
 
@@ -96,7 +96,7 @@ class Shard:
     def read_part(self, name: str, part: int, parts: int, axis: int) -> np.ndarray:
         """Reads one of so many equal parts of a tensor along its first or second axis.
 
-        Of columns, one piece of all rows is in memory after another. Raises as `read` does.
+        To take columns, all rows are read piece by piece. Raises as `read` does.
         """
         dtype, shape, start = self.entries[name]
         size = shape[axis] // parts

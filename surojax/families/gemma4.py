@@ -213,7 +213,7 @@ DEFAULTS: dict[str, Any] = LLAMA_DEFAULTS | {
     SHARED: False,
     "rope_parameters": ROPES,
     BY_LAYER: NOT_SAID,
-    DOUBLE: False,  # of layers that share keys and values
+    DOUBLE: False,  # says nothing without layers that share keys and values
 }
 REQUIRED: dict[str, tuple] = {
     "rope_scaling": (None,),

@@ -19,7 +19,8 @@ from surojax.models.rotary import PROPORTIONAL
 HEAD_DIM, HEADS, SHARED = "global_head_dim", "num_global_key_value_heads", "attention_k_eq_v"
 EMBEDDINGS, CAP = "hidden_size_per_layer_input", "final_logit_softcapping"
 OF_EXPERTS = ("num_experts", "top_k_experts", "moe_intermediate_size")
-WITH_VALUES = "layers_with_values"  # no keys of config.json, as the next
+# No keys of config.json:
+WITH_VALUES = "layers_with_values"
 LOCAL_BASE, LOCAL_DIM = "rope_freq_base_swa", "key_length_swa"
 SAME = {  # keys that say a head's channels once more
     "attention.value_length": HEAD_DIM,
@@ -32,7 +33,7 @@ UNROTATED = np.float32(1e30)
 
 
 def _divisors(config: dict[str, Any]) -> np.ndarray | None:
-    """What frequencies of layers without a window are divided by `[h / 2]`; None: nothing."""
+    """Returns the divisors `[h / 2]` of the frequencies of layers without a window; None: there are none."""
     full, half = config["rope_parameters"][FULL], config[HEAD_DIM] // 2
     if full["rope_type"] != PROPORTIONAL:
         return None

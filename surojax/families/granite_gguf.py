@@ -80,7 +80,7 @@ SIZES_OF_EXPERTS = {
     "expert_shared_feed_forward_length": SHARED,
 }
 JOINED_NAMES = {
-    "mlp.w_in": GGUF_LAYER + "ffn_gate_up.weight",  # of no file, which has it in two
+    "mlp.w_in": GGUF_LAYER + "ffn_gate_up.weight",  # a name for `parts`: files have two tensors
     "mlp.w_out": GGUF_LAYER + "ffn_down.weight",
 }
 SHARED_NAMES = {

@@ -2,7 +2,7 @@
 
     [ x D | embedding D | norm P | id 8 | keys and values of the last layer of each type that has its own ]
 
-Whatever runs the layers (a loop, stages, programs of one layer) so hands on one array [B, S, W] and its gradient, and
+So whatever runs the layers (a loop, stages, programs of one layer) hands on one array [B, S, W] and its gradient, and
 knows nothing of these values. Each layer replaces x. The embedding, the norm's weights and the token's id are what
 `LayerInput` (kinds/layer_input.py) computes a layer's own input from, and stay as they are. A layer with keys of its
 own replaces those of its type; layers that share keys read them (kinds/shared_attention.py). In the backward pass their
@@ -20,7 +20,7 @@ import jax.numpy as jnp
 
 LAYER_INPUT_NORM = "layer_input_norm"  # the outer parameter that NORM has of each token
 EMBEDDING, NORM, TOKEN = "embedding", "norm", "token"
-BYTES = 3  # of a token's id, a channel each: bfloat16 has all whole numbers up to 256
+BYTES = 3  # a token's id has a channel for each byte, since bfloat16 has all whole numbers up to 256
 TOKEN_CHANNELS = 8  # with those that are zeros, for rows of whole 16 bytes
 
 

@@ -26,7 +26,8 @@ ATTENTION = "full_attention"  # the mixer of layers whose segments have no other
 MLP, EXPERTS = "mlp", "experts"  # layers of one_purpose models without a mixer
 SLIDING = "sliding_attention"  # the mixer of attention within the window, in models with GLOBAL beside it
 GLOBAL = "global_attention"  # the mixer of attention to all positions, with heads of its own number and size
-SLIDING_SHARED, GLOBAL_SHARED = "sliding_shared", "global_shared"  # those to keys and values of an earlier layer
+# The same two with the keys and values of an earlier layer.
+SLIDING_SHARED, GLOBAL_SHARED = "sliding_shared", "global_shared"
 SHARED = {SLIDING: SLIDING_SHARED, GLOBAL: GLOBAL_SHARED}
 
 

@@ -16,7 +16,7 @@ from flax import nnx
 
 from pallas_kernels.manual_axes import mark_varying, varying_axes
 from surojax.declared import built
-from surojax.models import chunked, decoder_checks
+from surojax.models import chunked, decoder_checks, decoder_refusals
 from surojax.models.decoder import Block, Outer, declarations, init_layer, init_outer, sublayer_types, times
 from surojax.models.decoder_config import SCORE, DecoderConfig
 from surojax.models.kinds.experts import SHARED
@@ -306,5 +306,5 @@ ARCHITECTURE = ModelArchitecture(
     Block,
     declarations,
     decoder_checks.check_decoder,
-    decoder_checks.REFUSALS,
+    decoder_refusals.REFUSALS,
 )

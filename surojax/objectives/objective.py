@@ -98,7 +98,7 @@ class WithWidths(Protocol):
 
 
 class OfLabels:
-    """The terms of most objectives: tokens with a label >= 0. Members of an `Objective`."""
+    """Members of an `Objective` whose terms are tokens with a label >= 0, as those of most are."""
 
     def counted(self, targets: Targets) -> jax.Array:
         """See `Objective`."""

@@ -1,7 +1,7 @@
 """The table of refusals: one row for each pair of features that do not go together, by subject.
 
 A new row goes here, and a new feature of it to features.py if several rows name it. Rows of one optimizer, objective or
-architecture stand where that is declared (optim/optimizers.py, objectives/objectives.py, models/decoder_checks.py).
+architecture stand where that is declared (optim/optimizers.py, objectives/objectives.py, models/decoder_refusals.py).
 
 Conditions on numbers (sizes that must divide each other) and on devices are functions: config/checks.py,
 config/mesh_checks.py, models/decoder_checks.py, config/adapters.py, planner/check_fit.py.

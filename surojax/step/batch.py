@@ -38,7 +38,7 @@ class Microbatch(NamedTuple):
     recipe_inputs: Callable
 
     def of_tokens(self, segment: Segment, number: jax.Array | int) -> tuple:
-        """The arguments of a layer that describe tokens: document starts, and of one with a router its routing.
+        """The arguments of a layer that describe tokens: document starts, and if it has a router also `Routing`.
 
         number: of the layer in the model.
         """
