@@ -5,6 +5,7 @@ issue 46231), which gives wrong gradients without an error.
 """
 
 import functools
+import math
 import re
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,14 +18,14 @@ import pytest
 from small import quick_at
 from test_plan import ALL, compiled_step, config, needs_compiler
 
-from pallas_kernels.dispatch import Unserved
 from surojax.assembly.xla_options import MEMORY_LIMIT, NO_GRAPHS, compiler_options
-from surojax.errors import ConfigError
 from surojax.numerics import ordered_sums
 from surojax.placement import cuda_plugin
 from surojax.planner import aot, costs, footprint, hlo, run_plan as planner, traffic
+from surojax.planner.candidate import RESERVE
 from surojax.planner.gpus import GPUS
 from surojax.step import outer
+from surojax.step.state_plan import bytes_per_device
 from surojax.training import run_programs
 
 # -- Sums of rows ----------------------------------------------------------------------------------------------------
@@ -232,26 +233,40 @@ FASTER_TO_COMPILE = {  # what `plan` alone asks for: how much kernels are optimi
 }
 
 
-def options_of_plan(monkeypatch, c, gpu) -> dict:
-    """The options that `plan` hands to XLA for a step."""
+class Enough(Exception):
+    """Raised when a step is compiled."""
+
+
+def options_of_plan(monkeypatch, c, gpu, needed: int) -> list[dict]:
+    """The options that `plan` hands to XLA for a step, each time it compiles it. needed: bytes of the compiled step."""
     handed: list[dict] = []
 
-    def compile_for(function, arguments, mesh, options=None):
-        handed.append(aot.XLA_OPTIONS | (options or {}))
-        raise Unserved("enough")
+    def compile_for(function, arguments, mesh, options):
+        handed.append(aot.XLA_OPTIONS | options)
+        return SimpleNamespace(device_bytes=needed, text="")
+
+    def parse_module(text):
+        raise Enough
 
     monkeypatch.setattr(aot, "compile_for", compile_for)
+    monkeypatch.setattr(planner.hlo, "parse_module", parse_module)
     run = footprint.assembly(c)
-    with pytest.raises(ConfigError, match="enough"):
+    with pytest.raises(Enough):
         planner._compiled(c, gpu, run, run.mesh, traffic.batch_of(c), None, None)
-    return handed[0]
+    return handed
 
 
-def options_of_train(monkeypatch, c, gpu) -> dict:
-    """The options that `train` hands to XLA for a step on a GPU."""
+def options_of_train(monkeypatch, c, gpu, needed: int) -> list[dict]:
+    """The options that `train` hands to XLA for a step on a GPU, each time."""
+    handed: list[dict] = []
+    sizes = {f"{name}_size_in_bytes": 0 for name in ("argument", "output", "alias")}
+    memory = SimpleNamespace(temp_size_in_bytes=needed, **sizes)
+    compiled = SimpleNamespace(memory_analysis=lambda: memory)
+    lowered = SimpleNamespace(compile=lambda options: handed.append(options) or compiled)
     monkeypatch.setattr(run_programs, "memory_limit", lambda device: gpu.pool_bytes)
     monkeypatch.setattr(run_programs, "own_device", lambda devices: devices[0])
-    return run_programs.step_options(c, footprint.assembly(c), [SimpleNamespace(platform="gpu")])
+    run_programs.compile_step(c, footprint.assembly(c), [SimpleNamespace(platform="gpu")], lowered)
+    return handed
 
 
 @pytest.mark.parametrize("place", [{}, ALL], ids=["resident", "offloaded"])
@@ -269,7 +284,7 @@ def test_plan_and_train_compile_the_same_program(monkeypatch, tmp_path, changes,
     """Both hand the same options to XLA, for as much memory, but for those that change no program."""
     c, gpu = config(**{"gpus": 1} | changes | place), GPUS["h200"]
     c.data_cache = str(tmp_path)
-    planned, trained = (options(monkeypatch, c, gpu) for options in (options_of_plan, options_of_train))
+    (planned,), (trained,) = (options(monkeypatch, c, gpu, 0) for options in (options_of_plan, options_of_train))
     assert trained["xla_gpu_enable_triton_gemm"] is False
     assert (MEMORY_LIMIT in trained) == (c.xla_options != "default")
     assert trained.pop("xla_gpu_per_fusion_autotune_cache_dir") == str(tmp_path / "kernels")
@@ -277,6 +292,17 @@ def test_plan_and_train_compile_the_same_program(monkeypatch, tmp_path, changes,
     assert planned.keys() - trained.keys() <= FASTER_TO_COMPILE
     described = re.search(r"device_memory_size: (\d+)", aot.target_config(gpu))
     assert described and int(0.8 * int(described[1])) == pytest.approx(gpu.pool_bytes, abs=1)
+
+
+@pytest.mark.parametrize("needed, shares", [(-0.1, [1.0]), (0.0, [1.0]), (0.1, [1.0, 0.95]), (2.0, [1.0])])
+def test_a_step_that_just_does_not_fit_is_compiled_for_less_memory(monkeypatch, tmp_path, needed, shares):
+    """needed: GiB more than a step may need. Both compile as often, and hand XLA the same limits."""
+    c, gpu = config(gpus=4, zero_level=3, data_cache=str(tmp_path)), GPUS["rtx4090"]
+    size = gpu.pool_bytes - RESERVE + int(needed * 2**30)
+    state = bytes_per_device(footprint.assembly(c).plan)
+    limits = [math.ceil(100 * (x * gpu.pool_bytes - state) / (gpu.pool_bytes - state)) for x in shares]
+    for options in (options_of_plan, options_of_train):
+        assert [handed[MEMORY_LIMIT] for handed in options(monkeypatch, c, gpu, size)] == limits
 
 
 @pytest.mark.parametrize("xla_options", ["overlap", "exact", "default"])

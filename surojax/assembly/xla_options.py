@@ -85,7 +85,11 @@ GATHERS: dict[str, str | bool | int] = {
 # The percentage applies to the memory that XLA plans with, minus the arguments; in `plan` too that is what JAX can use
 # of the card (fact 7 of planner/aot.py). With 80 % of the card, Llama-7B at ZeRO-3 on 4 RTX 4090 had 2.7 GiB instead
 # of 6.4, so that XLA recomputed 2,499 operations and overlapped no all-gather of weights.
+# XLA's estimate of a step may be above and below what its buffers take: 22.2 and 21.4 GiB for that 7B, 21.3 and 21.9
+# for 30B with experts. So a step is compiled for all that JAX can use, and for 95 % if it then does not fit.
 MEMORY_LIMIT = "xla_gpu_memory_limit_slop_factor"
+ALL_MEMORY = 1.0
+LESS_MEMORY = 0.95
 
 
 # Recipes fp8_*: XLA does not merge products that share an operand (queries, keys, values). To merge them, XLA copies
@@ -107,14 +111,19 @@ def has_graphs(run: Assembly) -> bool:
 
 
 def compiler_options(
-    run: Assembly, platform: str, *, memory_bytes: int | None = None, host_temporaries: int = 0
+    run: Assembly,
+    platform: str,
+    *,
+    memory_bytes: int | None = None,
+    host_temporaries: int = 0,
+    share: float = LESS_MEMORY,
 ) -> dict[str, str | bool | int]:
     """Returns the XLA options to compile a run's steps with on a platform, "gpu" or "cpu".
 
     memory_bytes: memory of a GPU that JAX can use, which XLA plans with. host_temporaries: bytes of host memory that a
-    step allocates. XLA's memory limit is corrected with these two, see `MEMORY_LIMIT`; without memory_bytes it is not
-    changed. With xla_options="default" there are none but `PRODUCTS`, those of the copy engine settings and of
-    cuda_graphs; "exact" adds `PINNED`.
+    step allocates. share: the part of memory_bytes that a step may need. XLA's memory limit is computed of these three,
+    see `MEMORY_LIMIT`; without memory_bytes it is not changed. With xla_options="default" there are none but
+    `PRODUCTS`, those of the copy engine settings and of cuda_graphs; "exact" adds `PINNED`.
     """
     if platform == "cpu":
         # With the collectives of a device in flight together, two cores deadlocked, and once read what was not
@@ -139,8 +148,13 @@ def compiler_options(
     if memory_bytes:
         state = bytes_per_device(run.plan)
         left = memory_bytes - state
-        wanted = 0.95 * memory_bytes - state + 2 * host_temporaries
+        wanted = share * memory_bytes - state + 2 * host_temporaries
         if run.engine.overlap_update and not run.engine.table.in_files:
             wanted += bytes_per_device(run.plan, HOST)
         limit = {MEMORY_LIMIT: math.ceil(100 * wanted / left) if left > 0 else 95}
     return schedule | limit | options
+
+
+def may_fit_in_less(needed: int, limit: int) -> bool:
+    """True if a step that is compiled for `ALL_MEMORY` needs more than the limit, and may not if for `LESS_MEMORY`."""
+    return limit < needed <= limit / LESS_MEMORY

@@ -172,6 +172,15 @@ def peak_bytes(device) -> int | None:
     return (stats or {}).get("peak_bytes_in_use")
 
 
+def compiled_bytes(compiled) -> int | None:
+    """Bytes of device memory that a compiled step needs; None for one of several programs (state in files)."""
+    planned = compiled.memory_analysis()
+    if planned is None:
+        return None
+    results = planned.output_size_in_bytes - planned.alias_size_in_bytes
+    return planned.argument_size_in_bytes + planned.temp_size_in_bytes + results
+
+
 def compare(need: dict[str, int], compiled, device) -> str | None:
     """A line that compares the estimate, the bytes that XLA planned for a compiled step, and the device's peak use.
 
@@ -179,14 +188,12 @@ def compare(need: dict[str, int], compiled, device) -> str | None:
     evaluation. XLA's bytes are left out for a step of several programs (state in files).
     """
     peak = peak_bytes(device)
-    planned = compiled.memory_analysis()
+    total = compiled_bytes(compiled)
     if peak is None:
         return None
-    if planned is None:
+    if total is None:
         most = f"at most in use {gib(peak)} (initialisation and evaluation included)"
         return f"memory per device: estimated {gib(sum(need.values()))}, {most}"
-    results = planned.output_size_in_bytes - planned.alias_size_in_bytes
-    total = planned.argument_size_in_bytes + planned.temp_size_in_bytes + results
     estimated = sum(need.values())
     line = (
         f"memory per device: estimated {gib(estimated)}, compiled {gib(total)}, at most in use "

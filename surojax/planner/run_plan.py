@@ -20,7 +20,7 @@ import jax
 from pallas_kernels.dispatch import Unserved
 from surojax.assembly.assemble import Assembly
 from surojax.assembly.from_config import compute, from_config, updates_late
-from surojax.assembly.xla_options import compiler_options
+from surojax.assembly.xla_options import ALL_MEMORY, LESS_MEMORY, compiler_options, may_fit_in_less
 from surojax.children import python_command
 from surojax.config import checks, fields as configs
 from surojax.config.fields import Config
@@ -233,15 +233,20 @@ def _compiled(
     on_disks: Disks,
 ) -> dict[str, Any]:
     """Fields of the `Plan`, read from the step that XLA compiles for this GPU. trace: see `plan`."""
-    options = compiler_options(
-        run,
-        "gpu",
-        memory_bytes=gpu.pool_bytes,
-        host_temporaries=footprint.host_temporaries(run, batch),
-    )
+    host_temporaries = footprint.host_temporaries(run, batch)
     parts = programs(run, mesh, batch)
+
+    def compile_parts(share: float) -> list[aot.Compiled]:
+        memory: Any = {"memory_bytes": gpu.pool_bytes, "host_temporaries": host_temporaries, "share": share}
+        options = compiler_options(run, "gpu", **memory)
+        return [aot.compile_for(part.function, part.arguments, mesh, options) for part in parts]
+
+    in_files = run.engine.table.in_files
     try:
-        compiled = [aot.compile_for(part.function, part.arguments, mesh, options) for part in parts]
+        compiled = compile_parts(LESS_MEMORY if in_files else ALL_MEMORY)
+        needed = _most(compiled, parts, "device_bytes", DEVICE)
+        if not in_files and may_fit_in_less(needed, candidate.device_limit(gpu)):
+            compiled = compile_parts(LESS_MEMORY)
     except Unserved as error:
         raise check_fit.unserved(error) from error
     except NotImplementedError as error:
@@ -252,12 +257,7 @@ def _compiled(
     parsed = [hlo.parse_module(x.text) for x in compiled]
     modules = [(stages.with_rounds(module, run, batch), part.times) for module, part in zip(parsed, parts, strict=True)]
 
-    def most(name: str, home: Home) -> int:
-        """The largest of the programs' bytes in a memory, each with the state that is no argument of the program."""
-        pairs = zip(compiled, parts, strict=True)
-        return max(getattr(x, name) + bytes_per_device(part.others, home) for x, part in pairs)
-
-    if run.engine.table.in_files:
+    if in_files:
         machines = -(-c.gpus // gpu.in_a_machine(c.gpus))
         in_order = [module for module, _ in modules]
         simulated = file_time.SimulatedStep(in_order, run.mesh.shape, parts, machines, on_disks)
@@ -273,9 +273,9 @@ def _compiled(
     return {
         "estimate": False,
         "xla": cuda_plugin.plugin_version_text(),
-        "device_bytes": most("device_bytes", DEVICE),
+        "device_bytes": _most(compiled, parts, "device_bytes", DEVICE),
         "device_temp_bytes": max(x.temp_bytes + x.output_bytes for x in compiled),
-        "host_bytes": most("host_bytes", HOST) + run.store.places.kept // run.mesh.size,
+        "host_bytes": _most(compiled, parts, "host_bytes", HOST) + run.store.places.kept // run.mesh.size,
         "host_temp_bytes": max(x.host_temp_bytes + x.host_output_bytes for x in compiled),
         "collectives": hlo.collectives(modules, mesh.shape),
         **copies,
@@ -284,6 +284,12 @@ def _compiled(
         "nvme_write_bytes": written // run.mesh.size,
         **dataclasses.asdict(predicted),
     }
+
+
+def _most(compiled: list[aot.Compiled], parts: list[Program], name: str, home: Home) -> int:
+    """The largest of the programs' bytes in a memory, each with the state that is no argument of the program."""
+    pairs = zip(compiled, parts, strict=True)
+    return max(getattr(x, name) + bytes_per_device(part.others, home) for x, part in pairs)
 
 
 def programs(run: Assembly, mesh: jax.sharding.Mesh, batch: traffic.BatchShape) -> list[Program]:

@@ -3,15 +3,19 @@
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
+from jax.experimental import multihost_utils
 
 from surojax.assembly.assemble import Assembly
+from surojax.assembly.xla_options import ALL_MEMORY, LESS_MEMORY, may_fit_in_less
 from surojax.config.fields import Config
 from surojax.data.run_data import Evaluated
 from surojax.memory.layer_file import Store
 from surojax.parallel.feed import Feed
 from surojax.placement.mesh import own_device
 from surojax.planner import traffic
-from surojax.planner.check_fit import memory_limit
+from surojax.planner.candidate import RESERVE
+from surojax.planner.check_fit import compiled_bytes, memory_limit
 from surojax.planner.footprint import host_temporaries
 from surojax.run.console import working
 from surojax.training.evaluation import Evaluation
@@ -33,15 +37,29 @@ class RunPrograms(NamedTuple):
     one_at_a_time: bool
 
 
-def step_options(c: Config, run: Assembly, devices: list[Any]) -> dict[str, Any]:
-    """Returns the XLA options that a run's step is compiled with on these devices."""
+def step_options(c: Config, run: Assembly, devices: list[Any], share: float) -> dict[str, Any]:
+    """Returns the XLA options that a run's step is compiled with on these devices. share: see `compiler_options`."""
     return program_options(
         c,
         run,
         devices[0].platform,
         memory_bytes=memory_limit(own_device(devices)),
         host_temporaries=host_temporaries(run, traffic.batch_of(c)),
+        share=share,
     )
+
+
+def compile_step(c: Config, run: Assembly, devices: list[Any], lowered) -> Any:
+    """Compiles a lowered step for all memory of its devices; for less in all processes if it does not fit in one."""
+    in_files = run.engine.table.in_files
+    compiled = lowered.compile(step_options(c, run, devices, LESS_MEMORY if in_files else ALL_MEMORY))
+    limit = memory_limit(own_device(devices))
+    needed = compiled_bytes(compiled)
+    if in_files or limit is None or needed is None:
+        return compiled
+    if np.any(multihost_utils.process_allgather(np.array(may_fit_in_less(needed, limit - RESERVE)))):
+        compiled = lowered.compile(step_options(c, run, devices, LESS_MEMORY))
+    return compiled
 
 
 def compile_programs(
@@ -49,11 +67,10 @@ def compile_programs(
 ) -> RunPrograms:
     """Compiles the step and the evaluation, and prints how long that took."""
     devices = list(mesh.devices.flat)
-    options = step_options(c, run, devices)
     tokens_shape = (c.gradient_accumulation_steps, feed.batch_size, c.sequence_len)
     batch = run.engine.planned_batch(tokens_shape, feed.sharding)
     with working("compiling the step and the evaluation", "compiled"):
-        train_step = run.train_step().lower(run.plan, *batch).compile(options)
+        train_step = compile_step(c, run, devices, run.train_step().lower(run.plan, *batch))
         evaluate = Evaluation(c, run, mesh, evaluated)
     # On virtual CPU devices, several programs with collectives in flight can block each other. With layers in files, a
     # step has already ended when `train_step` returns.
