@@ -7,7 +7,8 @@ Such a loop is one thing of a tick, and runs once or not at all (step/pipeline.p
 
 * How often a stage runs it. On average over the ticks, a stage does each thing for every microbatch once; what moves
   activations runs in every tick in which any stage computes in that direction. A loop that belongs to some of the
-  stages (their pattern, step/stage_layers.py) runs as often on average over the stages. Counts and bytes of a step follow from that.
+  stages (their pattern, step/stage_layers.py) runs as often on average over the stages. Counts and bytes of a step
+  follow from that.
 * In lockstep: how often stages take the time of it. All of them go from tick to tick together, so a pass over a
   stage's layers takes its time in every tick in which any stage makes one: for m microbatches and p stages in m + p - 1
   ticks of each direction. Of stages with other kinds of layers, the one that attends to most counts. The time of a step
