@@ -155,7 +155,7 @@ MESHES: dict[str, dict[str, Any]] = {
     "pp4-dp2": {"gpus": 8, "pp_size": 4},
     "1f1b2-dp2x2": {"gpus": 8, "pp_size": 2, "pp_schedule": "1f1b", "dp_replicate_size": 2},
     "1f1b2-tp2-dp2": {"gpus": 8, "pp_size": 2, "pp_schedule": "1f1b", "tp_size": 2},
-    "1f1b2-ring2": {"gpus": 4, "pp_size": 2, "pp_schedule": "1f1b", "cp_size": 2, "cp_method": "ring"},
+    "1f1b2-allgather2": {"gpus": 4, "pp_size": 2, "pp_schedule": "1f1b", "cp_size": 2, "cp_method": "allgather"},
     "ep2-dp2": {"gpus": 4, "ep_size": 2},
 }
 SHARDED: dict[str, dict[str, Any]] = {

@@ -329,7 +329,7 @@ def reference_losses(config, params, inputs, labels):
             (4, {"zero_level": 3, **ALL}),
             (4, {"tp_size": 2, "zero_level": 3, "compute": Compute(sequence_chunks=2)}),
             (1, {"packed": True}),
-            (4, {"pp_size": 2, "cp_size": 2, "compute": Compute(cp_method="ring"), "recompute_block": False}),
+            (4, {"pp_size": 2, "cp_size": 2, "compute": Compute(cp_method="allgather"), "recompute_block": False}),
         ],
     ),
 )

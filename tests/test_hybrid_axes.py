@@ -53,12 +53,12 @@ CASES: dict[str, tuple[tuple[str, ...], dict[str, Any], int, dict[str, Any], dic
         {"pp_size": 2, "pp_schedule": "1f1b", **STATE},
         {},
     ),
-    "stages of a ring": (
+    "stages, allgather": (
         (DELTA, FULL) * 2,
         {},
         4,
         {"pp_size": 2, "cp_size": 2},
-        {"cp_method": "ring"},
+        {"cp_method": "allgather"},
     ),
     "stages with experts": ((CONV, FULL) * 2, EXPERTS, 4, {"pp_size": 2, "zero_level": 3}, {}),
 }

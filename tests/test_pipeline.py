@@ -23,7 +23,6 @@ from surojax.config import checks
 from surojax.config.fields import default_config, mesh_sizes
 from surojax.errors import ConfigError
 from surojax.memory import host
-from surojax.memory.host import allocate
 from surojax.models import decoder_model
 from surojax.models.model import RecipeInputs
 from surojax.placement.layout import layouts, specs
@@ -33,7 +32,7 @@ from surojax.placement.table import Storage, place
 from surojax.planner import footprint, hlo, products, stages, step_collectives, traffic
 from surojax.planner.gpus import GPUS
 from surojax.planner.layer_sizes import patterns
-from surojax.step import pipeline, stage_layers, state
+from surojax.step import state
 from surojax.step.padding import padded
 from surojax.step.stage_layers import of_stage
 from surojax.train import train
@@ -215,27 +214,6 @@ def test_what_stages_cannot_divide_is_refused():
         Small(2, pp_size=2, offload_weights=True, resident_layers=2)
 
 
-@pytest.mark.parametrize("pp_schedule, recompute_block", [("1f1b", False), ("gpipe", True)])
-@pytest.mark.full
-def test_stages_in_lockstep_add_nothing_where_they_idle(monkeypatch, pp_schedule, recompute_block):
-    """To the bit, with NaNs for the residuals of no microbatch; also in an evaluation, whose stages take turns."""
-    batch = tokens(3, 2, 24)
-
-    def found(small: Small):
-        evaluated = small.run.eval_step()(small.state.weights, *(x[0] for x in batch))
-        return engine_gradients(small, batch), jax.device_get(evaluated)
-
-    def with_nans(tree, home):
-        return jax.tree.map(lambda x: x * jnp.nan if jnp.issubdtype(x.dtype, jnp.floating) else x, allocate(tree, home))
-
-    kind: dict[str, Any] = {"pp_size": 2, "pp_schedule": pp_schedule, "recompute_block": recompute_block}
-    alone = found(Small(2, **kind))
-    monkeypatch.setattr(stage_layers, "in_lockstep", lambda model: True)
-    monkeypatch.setattr(pipeline, "allocate", with_nans)
-    together = found(Small(2, **kind))
-    jax.tree.map(np.testing.assert_array_equal, together, alone)
-
-
 def test_resident_layers_are_the_first_of_each_stage():
     """Every layer of a new state is in its entry."""
     small = Small(2, config=FIVE, pp_size=2, offload_weights=True, resident_layers=1)
@@ -256,15 +234,10 @@ def test_resident_layers_are_the_first_of_each_stage():
     assert np.asarray(master["mlp"]["w_up"])[:, 0, 0].tolist() == [0, 1, 2, 3, 4, 5]
 
 
-IN_RING: dict[str, Any] = {"cp_size": 2, "gpus": 8, "cp_method": "ring", "attention": "xla"}
 REFUSED = [
     (
-        IN_RING | {"model.num_hidden_layers": 8, "model.sliding_window": 64, "model.sliding_window_pattern": 3},
-        "pp_size: expected stages whose layers have the same windows.*got 4 stages of 2 of the 8 layers.*; use 3, or",
-    ),
-    (
-        IN_RING | {"model.num_hidden_layers": 8, "recipe": "fp8_current", "skip_quant_last_layers": 1},
-        "pp_size: expected stages whose layers have the same windows.*; use 1, or",
+        {"cp_size": 2, "gpus": 8, "cp_method": "ring", "attention": "xla"},
+        "cp_method: expected 'ulysses' with pp_size=4, since .*; set cp_method='allgather'",
     ),
     ({"model.num_hidden_layers": 6}, "pp_size: expected at most 3, since so many stages of 2 have all 6 layers, got 4"),
     ({"model.num_hidden_layers": 2}, "pp_size: expected at most 2, since so many stages of 1 have all 2 layers, got 4"),
@@ -357,37 +330,6 @@ def planned_run(gpus: int, **changes):
     c.update({"gpus": gpus, "gradient_accumulation_steps": 4, "zero_level": 3})
     c.update_from_flattened_dict(changes)
     return from_config(c, abstract_mesh(gpus, **mesh_sizes(c)), total_steps=10), traffic.batch_of(c)
-
-
-def test_a_stage_without_a_microbatch_adds_nothing():
-    """In a ring it computes all the same, of residuals that nobody wrote: its gradients, magnitudes and x are kept."""
-    (segment,) = decoder_model.build(CONFIG).segments
-    garbage = jnp.full((2,), jnp.nan)
-
-    def block_backward(w, saved, d_result, inputs, variant, starts):
-        return {"w": garbage}, garbage, garbage
-
-    segment = padded(dataclasses.replace(segment, block_backward=block_backward), idles=True)
-    d_result = (jnp.ones(2), None)
-    for computes in (False, True):
-        inputs = RecipeInputs(computes=jnp.asarray(computes))
-        dw, dx, observed = segment.block_backward({}, garbage, d_result, inputs, segment.variants[0])
-        expected = (garbage, garbage, garbage) if computes else (jnp.zeros(2), jnp.ones(2), jnp.zeros(2))
-        for found, value in zip((dw["w"], dx, observed), expected, strict=True):
-            np.testing.assert_array_equal(found, value)
-
-
-def test_the_planner_counts_what_idle_stages_do_in_a_ring():
-    """Half of the layers, in five ticks for four microbatches, and an entry more for residuals."""
-    ring: dict[str, Any] = {"cp_size": 2, "cp_method": "ring", "attention": "xla"}
-    whole, batch = planned_run(2, recompute_block=False, **ring)  # else its last layer is computed once
-    stage, _ = planned_run(4, pp_size=2, **ring)
-    hops = "collective-permute", "cp"
-    expected = step_collectives.collective_bytes(whole, batch)[hops] / 2 * 5 / 4
-    assert step_collectives.collective_bytes(stage, batch)[hops] == pytest.approx(expected)
-    gathered, _ = planned_run(4, pp_size=2, **ring | {"cp_method": "allgather"})
-    with_ring, without = (footprint.by_class(x, batch, "gpu")["residuals"]["device"] for x in (stage, gathered))
-    assert with_ring == without * (4 * 4 + 1) / (4 * 4)
 
 
 def test_the_planner_takes_the_time_of_the_slowest_stage():

@@ -358,7 +358,7 @@ ROWS = """
     tp_2x2_nvme_all tp_2x2_sample_packing cp_ring_2x2 cp_ulysses_2x2_sample_packing cp_allgather_2x2_sample_packing
     cp_ring_2x2_sample_packing cp_ring_2x2_offload_all cp_ring_2x2_nvme_all pp_2x2 pp_2x2_offload_all pp_2x2_nvme
     pp_2x2_sample_packing hsdp_tp_2x2x2_offload_all hsdp_cp_2x2x2_offload_all hsdp_pp_2x2x2_offload_all
-    cp_ulysses_tp_2x2x2_offload_all cp_ring_tp_2x2x2_offload_all pp_cp_ring_2x2x2_offload_all
+    cp_ulysses_tp_2x2x2_offload_all cp_ring_tp_2x2x2_offload_all pp_cp_allgather_2x2x2_offload_all
     pp_tp_2x2x2_offload_all cp_tp_chunks_2x2x2 use_all_to_all_reduce@4 zero_quantized_gradients@4
     zero_quantized_weights=fp8@4 zero_quantized_weights=int8@4 offload_quants_all@4 memcpy_all_gather@4
     memcpy_send_recv@4 lora lora_offload_all lora_hsdp_2x2 lora_tp_2x2 lora_cp_ring_2x2 lora_pp_2x2 qlora
@@ -366,7 +366,7 @@ ROWS = """
     experts_ep@4 experts_ep_tp_2x2x2 experts_ep_pp_2x2x2 experts_shared experts_shared_offload_all@4 experts_lora
     experts_adapted experts_qlora_mxfp4 hybrid hybrid_nvme_all hybrid_zero_level=3@4 hybrid_tp_2x2 hybrid_chunks
     hybrid_sample_packing hybrid_cp_ring_2x2 hybrid_pp_2x2 delta delta_offload_all delta_chunks delta_sample_packing
-    delta_cp_ulysses_2x2 delta_cp_ring_tp_2x2x2 delta_pp_cp_ring_2x2x2
+    delta_cp_ulysses_2x2 delta_cp_ring_tp_2x2x2 delta_pp_cp_allgather_2x2x2
 """
 
 

@@ -3,11 +3,10 @@
 import math
 
 from surojax.config.fields import Config, base_architecture, gpus_per_sequence, kinds, widths
-from surojax.declared import built
 from surojax.errors import need
 from surojax.numerics.blockscaled import WIDTHS
-from surojax.numerics.recipes import BLOCK_SCALED, Precision
-from surojax.parallel.schedule import check_counts, check_lockstep, check_stages
+from surojax.numerics.recipes import BLOCK_SCALED
+from surojax.parallel.schedule import check_counts, check_stages
 
 
 def check_mesh(c: Config) -> None:
@@ -87,5 +86,3 @@ def _check_stages(c: Config) -> None:
     sizes = base_architecture(c)
     mixers = sizes.mixers()
     check_counts(mixers, c.pp_size)
-    if c.cp_method == "ring":
-        check_lockstep(list(zip(mixers, sizes.variants(built(Precision, c)), strict=True)), c.pp_size)

@@ -34,13 +34,11 @@ from surojax.objectives.objective import (
     Axes,
     CrossEntropy,
     OfLabels,
+    Slice,
     Sums,
     Targets,
-    final_gradients,
-    final_norm,
-    gather_slice,
-    head_gradients,
-    head_logits,
+    logits_of,
+    through_head,
 )
 from surojax.parallel.collectives import device_number, varying
 from surojax.placement.mesh import AXES, BATCH
@@ -93,117 +91,75 @@ class Distillation(OfLabels):
         self, model: Model, used: dict, trained: Sequence[str], x_ND: jax.Array, targets: Targets, scale, axes: Axes
     ) -> tuple[jax.Array, dict, jax.Array]:
         """See `Objective`."""
-        y_ND, final_vjp, table_vD = final_norm(model, used, x_ND)
-        tokens, y_MD = _Tokens.gathered(y_ND, targets, axes)
-        logits_Mv, capped_vjp = head_logits(model, y_MD, table_vD)
-        student = _Student.of(logits_Mv, tokens, axes, self.temperature)
-        d_logits_Mv = capped_vjp((self._d_logits(student, tokens) * scale).astype(table_vD.dtype))
-        d_table, dy_MD = head_gradients(model, trained, d_logits_Mv, y_MD, table_vD, None)
-        return self._loss(student, tokens), *final_gradients(final_vjp, d_table, dy_MD, trained, axes)
+
+        def of_logits(logits_Mv: jax.Array, tokens: Slice) -> tuple[jax.Array, jax.Array]:
+            x = self.compared(logits_Mv, used, tokens, axes)
+            d_Mv = (1 - self.weight) * x.d_cross_entropy + self.weight * self.temperature * x.d_divergence
+            return self._summed(x, tokens), jnp.where((tokens.targets[LABELS] >= 0)[:, None], d_Mv, 0.0) * scale
+
+        return through_head(model, used, trained, x_ND, targets, axes, of_logits)
 
     def loss(self, model: Model, outer: dict, x_ND: jax.Array, targets: Targets, axes: Axes) -> jax.Array:
         """See `Objective`."""
-        tokens, y_MD = _Tokens.gathered(model.final(outer, x_ND), targets, axes)
-        logits_Mv, _ = head_logits(model, y_MD, outer[model.head])
-        return self._loss(_Student.of(logits_Mv, tokens, axes, self.temperature), tokens)
+        logits_Mv, tokens = logits_of(model, outer, x_ND, targets, axes)
+        return self._summed(self.compared(logits_Mv, outer, tokens, axes), tokens)
 
-    def _divergence(self, student: "_Student", tokens: "_Tokens") -> jax.Array:
-        """The KL divergence `[M]`."""
-        logratio = student.classes - tokens.teacher
-        if self.kl == "forward":
-            return -jnp.sum(jnp.exp(tokens.teacher) * logratio, axis=1)
-        return jnp.sum(jnp.exp(student.classes) * logratio, axis=1)
-
-    def _loss(self, student: "_Student", tokens: "_Tokens") -> jax.Array:
+    def _summed(self, x: "Compared", tokens: Slice) -> jax.Array:
         """This device's term of the summed loss."""
-        losses_M = (1 - self.weight) * student.cross_entropy
-        losses_M += self.weight * self.temperature**2 * self._divergence(student, tokens)
-        return jnp.sum(jnp.where(tokens.mine & (tokens.labels >= 0), losses_M, 0.0))
+        losses_M = (1 - self.weight) * x.cross_entropy + self.weight * self.temperature**2 * x.divergence
+        return jnp.sum(jnp.where(tokens.mine & (tokens.targets[LABELS] >= 0), losses_M, 0.0))
 
-    def _d_logits(self, student: "_Student", tokens: "_Tokens") -> jax.Array:
-        """The gradient of the sum of losses by this device's logits, float32 `[M, v]`."""
-        log_s, log_p = student.classes, tokens.teacher
-        scaled_Mv = student.logits / self.temperature
-        s_Mv = jnp.exp(scaled_Mv - student.lse[:, None])
-        if self.kl == "forward":
-            share_of_rest_Mv = jnp.exp(scaled_Mv - (student.lse_of_rest - log_p[:, -1])[:, None])
-            d_rest_Mv = s_Mv - share_of_rest_Mv
-            d_ids_MK = (jnp.exp(log_s) - jnp.exp(log_p))[:, :-1]
-        else:
-            kl_M = self._divergence(student, tokens)
-            d_rest_Mv = s_Mv * (log_s - log_p - kl_M[:, None])[:, -1:]
-            d_ids_MK = (jnp.exp(log_s) * (log_s - log_p - kl_M[:, None]))[:, :-1]
-        d_kl_Mv = student.with_values(d_rest_Mv, d_ids_MK)
-        p_Mv = jnp.exp(student.logits - student.lse_of_logits[:, None])
-        d_Mv = (1 - self.weight) * (p_Mv - student.is_label) + self.weight * self.temperature * d_kl_Mv
-        return jnp.where((tokens.labels >= 0)[:, None], d_Mv, 0.0)
-
-
-class _Tokens(NamedTuple):
-    """The targets of a slice of tokens: of all devices that have parts of the vocabulary.
-
-    labels: `[M]`. ids: `[M, K]`. teacher: log-probabilities of the classes `[M, K + 1]`, those of ids, then the rest.
-    mine: which of the tokens are of this device, `[M]`.
-    """
-
-    labels: jax.Array
-    ids: jax.Array
-    teacher: jax.Array
-    mine: jax.Array
-
-    @classmethod
-    def gathered(cls, y_ND: jax.Array, targets: Targets, axes: Axes) -> "tuple[_Tokens, jax.Array]":
-        """(the tokens, their activations `[M, D]`)."""
-        labels_N, ids_NK, teacher = (targets[name] for name in (LABELS, TEACHER_IDS, TEACHER))
-        if not axes:
-            return cls(labels_N, ids_NK, teacher, jnp.ones(labels_N.shape, bool)), y_ND
-        y_MD, labels_M, mine_M = gather_slice(axes, y_ND, labels_N)
-        ids_MK, teacher = (jax.lax.all_gather(v, axes, axis=0, tiled=True) for v in (ids_NK, teacher))
-        return cls(labels_M, ids_MK, teacher, mine_M), y_MD
-
-
-class _Student(NamedTuple):
-    """The student's distributions of a slice of tokens, float32.
-
-    logits: of this device's part of the vocabulary `[M, v]`. is_label: which of them are those of labels. columns: of a
-    label's tokens among them `[M, K]`, v or more for those of other devices. classes: log-probabilities of the classes
-    at the temperature `[M, K + 1]`. lse: log-sum-exp of logits / temperature `[M]`; lse_of_rest: likewise, without the
-    label's tokens. lse_of_logits: of the logits. cross_entropy: `[M]`.
-    """
-
-    logits: jax.Array
-    is_label: jax.Array
-    columns: jax.Array
-    classes: jax.Array
-    lse: jax.Array
-    lse_of_rest: jax.Array
-    lse_of_logits: jax.Array
-    cross_entropy: jax.Array
-
-    @classmethod
-    def of(cls, logits_Mv: jax.Array, tokens: _Tokens, axes: Axes, temperature: float) -> "_Student":
-        """Computes the student's distributions from logits."""
+    def compared(self, logits_Mv: jax.Array, outer: dict, tokens: Slice, axes: Axes) -> "Compared":
+        """Compares the student's distributions with the teacher's labels, by the classes of these. outer: not read."""
+        labels_M, ids_MK, log_p = (tokens.targets[name] for name in (LABELS, TEACHER_IDS, TEACHER))
         z_Mv = logits_Mv.astype(jnp.float32)
         words = z_Mv.shape[1]
-        first = device_number(*axes)[0] * words if axes else 0
-        is_label_Mv = jax.lax.broadcasted_iota(jnp.int32, z_Mv.shape, 1) == (tokens.labels - first)[:, None]
-        here_MK = (tokens.ids >= first) & (tokens.ids < first + words)
-        columns_MK = jnp.where(here_MK, tokens.ids - first, words + jnp.arange(here_MK.shape[1]))  # no two are equal
-        logits_of_ids_MK = jnp.take_along_axis(z_Mv, jnp.minimum(columns_MK, words - 1), axis=1)
-        logits_of_ids_MK = _sum(jnp.where(here_MK, logits_of_ids_MK, 0.0), axes) / temperature
-        lse_of_rest_M = lse(
-            _with_values(z_Mv / temperature, columns_MK, jnp.full_like(logits_of_ids_MK, NOTHING)), axes
-        )
-        lse_M = jnp.logaddexp(jax.nn.logsumexp(logits_of_ids_MK, axis=1), lse_of_rest_M)
-        lse_of_logits_M = lse_M if temperature == 1 else lse(z_Mv, axes)
-        classes = jnp.concatenate([logits_of_ids_MK, lse_of_rest_M[:, None]], axis=1) - lse_M[:, None]
-        logit_of_label_M = _sum(jnp.sum(jnp.where(is_label_Mv, z_Mv, 0.0), axis=1), axes)
-        normalisers = (lse_M, lse_of_rest_M, lse_of_logits_M, lse_of_logits_M - logit_of_label_M)
-        return cls(z_Mv, is_label_Mv, columns_MK, classes, *normalisers)
+        first = first_column(z_Mv, axes)
+        here_MK = (ids_MK >= first) & (ids_MK < first + words)
+        columns_MK = jnp.where(here_MK, ids_MK - first, words + jnp.arange(here_MK.shape[1]))  # no two are equal
+        of_ids_MK = jnp.take_along_axis(z_Mv, jnp.minimum(columns_MK, words - 1), axis=1)
+        of_ids_MK = sum_of_devices(jnp.where(here_MK, of_ids_MK, 0.0), axes) / self.temperature
+        scaled_Mv = z_Mv / self.temperature
+        lse_of_rest_M = lse(_with_values(scaled_Mv, columns_MK, jnp.full_like(of_ids_MK, NOTHING)), axes)
+        lse_M = jnp.logaddexp(jax.nn.logsumexp(of_ids_MK, axis=1), lse_of_rest_M)
+        log_s = jnp.concatenate([of_ids_MK, lse_of_rest_M[:, None]], axis=1) - lse_M[:, None]  # of the classes
+        s_Mv = jnp.exp(scaled_Mv - lse_M[:, None])
+        if self.kl == "forward":
+            kl_M = -jnp.sum(jnp.exp(log_p) * (log_s - log_p), axis=1)
+            d_rest_Mv = s_Mv - jnp.exp(scaled_Mv - (lse_of_rest_M - log_p[:, -1])[:, None])
+            d_ids_MK = (jnp.exp(log_s) - jnp.exp(log_p))[:, :-1]
+        else:
+            kl_M = jnp.sum(jnp.exp(log_s) * (log_s - log_p), axis=1)
+            d_rest_Mv = s_Mv * (log_s - log_p - kl_M[:, None])[:, -1:]
+            d_ids_MK = (jnp.exp(log_s) * (log_s - log_p - kl_M[:, None]))[:, :-1]
+        d_kl_Mv = _with_values(d_rest_Mv, columns_MK, d_ids_MK)
+        lse_of_logits_M = lse_M if self.temperature == 1 else lse(z_Mv, axes)
+        is_label_Mv = is_label(z_Mv, labels_M, axes)
+        nats_M = lse_of_logits_M - sum_of_devices(jnp.sum(jnp.where(is_label_Mv, z_Mv, 0.0), axis=1), axes)
+        return Compared(nats_M, jnp.exp(z_Mv - lse_of_logits_M[:, None]) - is_label_Mv, kl_M, d_kl_Mv)
 
-    def with_values(self, x_Mv: jax.Array, values_MK: jax.Array) -> jax.Array:
-        """x with other values in the columns of the labels' tokens."""
-        return _with_values(x_Mv, self.columns, values_MK)
+
+class Compared(NamedTuple):
+    """A student's distributions of a slice of tokens beside its teacher's, float32.
+
+    cross_entropy, divergence: of each token `[M]`; d_cross_entropy: its gradient by this device's logits `[M, v]`;
+    d_divergence: by the logits / temperature.
+    """
+
+    cross_entropy: jax.Array
+    d_cross_entropy: jax.Array
+    divergence: jax.Array
+    d_divergence: jax.Array
+
+
+def is_label(z_Mv: jax.Array, labels_M: jax.Array, axes: Axes) -> jax.Array:
+    """Whether a column of this device's part of the vocabulary is the token's label, bool `[M, v]`."""
+    return jax.lax.broadcasted_iota(jnp.int32, z_Mv.shape, 1) == (labels_M - first_column(z_Mv, axes))[:, None]
+
+
+def first_column(z_Mv: jax.Array, axes: Axes) -> jax.Array | int:
+    """The number in the vocabulary of this device's first column."""
+    return device_number(*axes)[0] * z_Mv.shape[1] if axes else 0
 
 
 def _with_values(x_Mv: jax.Array, columns_MK: jax.Array, values_MK: jax.Array) -> jax.Array:
@@ -211,7 +167,7 @@ def _with_values(x_Mv: jax.Array, columns_MK: jax.Array, values_MK: jax.Array) -
     return x_Mv.at[rows_M1, columns_MK].set(values_MK, mode="drop", unique_indices=True)
 
 
-def _sum(x: jax.Array, axes: Axes) -> jax.Array:
+def sum_of_devices(x: jax.Array, axes: Axes) -> jax.Array:
     """The sum over the devices of these axes."""
     return jax.lax.psum(x, axes) if axes else x
 
@@ -220,7 +176,7 @@ def lse(x_Mv: jax.Array, axes: Axes) -> jax.Array:
     """Log-sum-exp `[M]` over the vocabulary."""
     top_M = jnp.max(x_Mv, axis=1)
     top_M = jax.lax.pmax(top_M, axes) if axes else top_M
-    return top_M + jnp.log(_sum(jnp.sum(jnp.exp(x_Mv - top_M[:, None]), axis=1), axes))
+    return top_M + jnp.log(sum_of_devices(jnp.sum(jnp.exp(x_Mv - top_M[:, None]), axis=1), axes))
 
 
 def label(logits_NV: jax.Array, top_k: int, temperature: float) -> tuple[jax.Array, jax.Array]:
@@ -234,7 +190,7 @@ def label(logits_NV: jax.Array, top_k: int, temperature: float) -> tuple[jax.Arr
 
 def likely_tokens(top_k: int, temperature: float, model: Model, outer: dict, x_ND: jax.Array) -> dict[str, jax.Array]:
     """A teacher's labels of a slice of tokens, from its last hidden states: `TEACHER_IDS`, `TEACHER`, see `label`."""
-    logits_NV, _ = head_logits(model, model.final(outer, x_ND), outer[model.head])
+    logits_NV, _ = logits_of(model, outer, x_ND, {}, ())
     return dict(zip((TEACHER_IDS, TEACHER), label(logits_NV, top_k, temperature), strict=True))
 
 

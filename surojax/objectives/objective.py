@@ -124,50 +124,35 @@ class CrossEntropy(OfLabels):
         self, model: Model, used: dict, trained: Sequence[str], x_ND: jax.Array, targets: Targets, scale, axes: Axes
     ) -> tuple[jax.Array, dict, jax.Array]:
         """See `Objective`."""
-        slice_gradients = self._sharded if axes else self._replicated
-        return slice_gradients(model, used, trained, x_ND, targets["labels"], targets.get(WEIGHTS), scale, axes)
+
+        def of_logits(logits: jax.Array, tokens: Slice) -> tuple[jax.Array, jax.Array]:
+            labels = tokens.targets[LABELS]
+            if axes:
+                loss, d_logits_Mv = sharded_cross_entropy(logits, labels, tokens.mine, axes, self.z_loss)
+                return loss, d_logits_Mv * scale
+            implementation = model.precision.implementation
+            out = kernel.loss_and_gradient(
+                logits, labels, scale, z_loss=self.z_loss, in_place=True, implementation=implementation
+            )
+            return -jnp.sum(out.logprob), out.d_logits
+
+        return through_head(model, used, trained, x_ND, targets, axes, of_logits)
 
     def loss(self, model: Model, outer: dict, x_ND: jax.Array, targets: Targets, axes: Axes) -> jax.Array:
         """See `Objective`."""
-        y_ND = model.final(outer, x_ND)
-        labels_N = targets["labels"]
-        if axes:
-            y_MD, labels_M, mine_M = gather_slice(axes, y_ND, labels_N)
-            logits_Mv, _ = head_logits(model, y_MD, outer[model.head])
-            return sharded_cross_entropy(logits_Mv, labels_M, mine_M, axes)[0]
-        logits_NV, _ = head_logits(model, y_ND, outer[model.head])
-        return -jnp.sum(kernel.logprob(logits_NV, labels_N, implementation=model.precision.implementation))
+        if not axes:
+            return -jnp.sum(self.value(model, outer, x_ND, targets, axes))
+        logits_Mv, tokens = logits_of(model, outer, x_ND, targets, axes)
+        return sharded_cross_entropy(logits_Mv, tokens.targets[LABELS], tokens.mine, axes)[0]
 
     def value(self, model: Model, outer: dict, x_ND: jax.Array, targets: Targets, axes: Axes) -> jax.Array:
         """See `OfTokens`: the log-probability of each label, 0 of those ignored."""
-        labels_N = targets[LABELS]
-        y_ND = model.final(outer, x_ND)
+        logits, tokens = logits_of(model, outer, x_ND, targets, axes)
+        labels = tokens.targets[LABELS]
         if axes:
-            y_MD, labels_M, mine_M = gather_slice(axes, y_ND, labels_N)
-            logits_Mv, _ = head_logits(model, y_MD, outer[model.head])
-            device_logprob_M = sharded_logprob(logits_Mv, labels_M, mine_M, axes)
+            device_logprob_M = sharded_logprob(logits, labels, tokens.mine, axes)
             return jax.lax.psum_scatter(device_logprob_M, axes, scatter_dimension=0, tiled=True)
-        logits_NV, _ = head_logits(model, y_ND, outer[model.head])
-        return kernel.logprob(logits_NV, labels_N, implementation=model.precision.implementation)
-
-    def _replicated(self, model: Model, used: dict, trained: Sequence[str], x_ND, labels_N, weights_N, scale, _: Axes):
-        y_ND, final_vjp, table_VD = final_norm(model, used, x_ND)
-        logits_NV, capped_vjp = head_logits(model, y_ND, table_VD)
-        out = kernel.loss_and_gradient(
-            logits_NV, labels_N, scale, z_loss=self.z_loss, in_place=True, implementation=model.precision.implementation
-        )
-        d_table, dy_ND = head_gradients(model, trained, capped_vjp(out.d_logits), y_ND, table_VD, weights_N)
-        return -jnp.sum(out.logprob), *final_gradients(final_vjp, d_table, dy_ND, trained, ())
-
-    def _sharded(self, model: Model, used: dict, trained: Sequence[str], x_ND, labels_N, weights_N, scale, axes: Axes):
-        y_ND, final_vjp, table_vD = final_norm(model, used, x_ND)
-        y_MD, labels_M, mine_M = gather_slice(axes, y_ND, labels_N)
-        logits_Mv, capped_vjp = head_logits(model, y_MD, table_vD)
-        value, d_logits_Mv = sharded_cross_entropy(logits_Mv, labels_M, mine_M, axes, self.z_loss)
-        d_logits_Mv = capped_vjp((d_logits_Mv * scale).astype(table_vD.dtype))
-        weights_M = None if weights_N is None else jax.lax.all_gather(weights_N, axes, axis=0, tiled=True)
-        d_table, dy_MD = head_gradients(model, trained, d_logits_Mv, y_MD, table_vD, weights_M)
-        return value, *final_gradients(final_vjp, d_table, dy_MD, trained, axes)
+        return kernel.logprob(logits, labels, implementation=model.precision.implementation)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -194,7 +179,7 @@ class LossOfLogits(OfLabels):
         """See `Objective`."""
         assert not axes, "a sharded vocabulary is refused by from_config.check_objective"
         labels_N = targets["labels"]
-        logits_NV, _ = head_logits(model, model.final(outer, x_ND), outer[model.head])
+        logits_NV, _ = logits_of(model, outer, x_ND, targets, axes)
         losses_N = self.of_tokens(logits_NV.astype(jnp.float32), jnp.maximum(labels_N, 0))
         return jnp.sum(jnp.where(labels_N >= 0, losses_N, 0.0))
 
@@ -413,10 +398,23 @@ def once(sums: Sums) -> Sums:
     return sums if devices == 1 else jax.tree.map(lambda x: jnp.where(number == 0, x, 0.0), sums)
 
 
-def final_norm(model: Model, used: dict, x_ND):
-    """(x after the final norm, the norm's vjp, the head's matrix)."""
-    others = {name: w for name, w in used.items() if name != model.head}
-    return *jax.vjp(model.final, others, x_ND), used[model.head]
+class Slice(NamedTuple):
+    """The tokens of a slice at the head, on all devices that have parts of the vocabulary.
+
+    targets: of these tokens `[M, ...]`. mine: which of them are this device's own `[M]`.
+    """
+
+    targets: Targets
+    mine: jax.Array
+
+    @classmethod
+    def gathered(cls, y_ND: jax.Array, targets: Targets, axes: Axes) -> "tuple[jax.Array, Slice]":
+        """Returns (activations `[M, D]`, the slice) from those of this device's tokens."""
+        if not axes:
+            return y_ND, cls(targets, jnp.ones(len(y_ND), bool))
+        y_MD, of_all = jax.tree.map(lambda x: jax.lax.all_gather(x, axes, axis=0, tiled=True), (y_ND, targets))
+        owner_M = jnp.arange(len(y_MD)) // len(y_ND)
+        return y_MD, cls(of_all, owner_M == device_number(*axes)[0])
 
 
 def head_logits(model: Model, y_ND: jax.Array, table_VD: jax.Array) -> tuple[jax.Array, Callable]:
@@ -428,38 +426,43 @@ def head_logits(model: Model, y_ND: jax.Array, table_VD: jax.Array) -> tuple[jax
     return logits_NV, lambda d_logits_NV: vjp(d_logits_NV)[0]
 
 
-def head_gradients(
-    model: Model, trained: Sequence[str], d_logits_Mv, y_MD, table_vD, weights_M: jax.Array | None
-) -> tuple[dict, jax.Array]:
-    """(gradient of the head's matrix by its name, if it is trained; gradient of y) from these of the logits.
+def logits_of(model: Model, outer: dict, x_ND: jax.Array, targets: Targets, axes: Axes) -> tuple[jax.Array, Slice]:
+    """Returns (this device's logits `[M, v]` of a slice of tokens, the slice)."""
+    y_MD, tokens = Slice.gathered(model.final(outer, x_ND), targets, axes)
+    return head_logits(model, y_MD, outer[model.head])[0], tokens
 
-    weights_M: of the rows of d_logits, which are not read once more for them.
+
+def through_head(
+    model: Model,
+    used: dict,
+    trained: Sequence[str],
+    x_ND: jax.Array,
+    targets: Targets,
+    axes: Axes,
+    of_logits: Callable[[jax.Array, Slice], tuple[jax.Array, jax.Array]],
+) -> tuple[jax.Array, dict, jax.Array]:
+    """Computes loss and gradients of a slice of tokens as `Objective.loss_and_gradients`, of a function of its logits.
+
+    of_logits: (logits `[M, v]`, the slice) -> (this device's term of the loss, scale times its gradient by the logits).
+    `WEIGHTS` among the targets multiply the gradients of tokens, behind the products with d_logits, which are not read
+    once more for them.
     """
+    table_vD = used[model.head]
+    of_final = {name: used[name] for name in trained if name != model.head}
+    y_ND, final_vjp = jax.vjp(lambda w, x_ND: model.final(used | w, x_ND), of_final, x_ND)
+    y_MD, tokens = Slice.gathered(y_ND, targets, axes)
+    logits_Mv, capped_vjp = head_logits(model, y_MD, table_vD)
+    loss, d_logits_Mv = of_logits(logits_Mv, tokens)
+    d_logits_Mv = capped_vjp(d_logits_Mv.astype(table_vD.dtype))
 
     def weighted(x_MD: jax.Array) -> jax.Array:
-        return x_MD if weights_M is None else (x_MD * weights_M[:, None]).astype(x_MD.dtype)
+        return (x_MD * tokens.targets[WEIGHTS][:, None]).astype(x_MD.dtype) if WEIGHTS in tokens.targets else x_MD
 
     d_table = {}
     if model.head in trained:
         d_table[model.head] = jax.lax.dot_general(d_logits_Mv, weighted(y_MD), (((0,), (0,)), ((), ())))
-    return d_table, weighted(d_logits_Mv @ table_vD)
-
-
-def final_gradients(
-    final_vjp: Callable, d_table: dict, dy_MD: jax.Array, trained: Sequence[str], axes: Axes
-) -> tuple[dict, jax.Array]:
-    """Returns (gradients of the parameters `trained`, gradient of x `[N, D]`), through the final norm.
-
-    final_vjp: of `final_norm`. d_table, dy_MD: of `head_gradients`; y has the tokens of all devices of these axes.
-    """
+    dy_MD = weighted(d_logits_Mv @ table_vD)
     dy_ND = jax.lax.psum_scatter(dy_MD, axes, scatter_dimension=0, tiled=True) if axes else dy_MD
-    d_others, dx_ND = final_vjp(dy_ND)
-    grads = d_others | d_table
-    return {name: grads[name] for name in trained}, dx_ND
-
-
-def gather_slice(axes: Axes, y_ND, labels_N):
-    """(activations of all devices, their labels, whether a token is from this device)."""
-    y_MD, labels_M = (jax.lax.all_gather(v, axes, axis=0, tiled=True) for v in (y_ND, labels_N))
-    owner_M = jnp.arange(labels_M.size) // labels_N.size
-    return y_MD, labels_M, owner_M == device_number(*axes)[0]
+    d_final, dx_ND = final_vjp(dy_ND)
+    grads = d_final | d_table
+    return loss, {name: grads[name] for name in trained}, dx_ND

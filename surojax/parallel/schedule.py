@@ -159,20 +159,3 @@ def patterns_of_stages(kinds: Sequence, stages: int) -> Patterns:
             patterns.append(pattern)
         indices.append(patterns.index(pattern))
     return Patterns(tuple(patterns), tuple(indices))
-
-
-def check_lockstep(kinds: Sequence, stages: int) -> None:
-    """Raises ConfigError if stages whose layers send around a ring have different patterns; see `Patterns`."""
-
-    def count(stages: int) -> int:
-        return len(patterns_of_stages(kinds, stages).patterns)
-
-    if count(stages) > 1:
-        layers = len(kinds)
-        fewer = max(n for n in range(1, stages) if count(n) == 1 and n == -(-layers // layers_of_stage(layers, n)))
-        raise ConfigError(
-            f"pp_size: expected stages whose layers have the same windows, rotary embeddings and recipes with "
-            f"cp_method='ring', in which all stages take every hop together, got {stages} stages of "
-            f"{layers_of_stage(layers, stages)} of the {layers} layers, which have not; use {fewer}, or another "
-            "cp_method"
-        )

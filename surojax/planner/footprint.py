@@ -43,7 +43,6 @@ from surojax.planner.layer_sizes import SegmentBytes, itemsize, segment_bytes, s
 from surojax.planner.traffic import BatchShape, batch_of
 from surojax.step import passes
 from surojax.step.layer_gradients import LAYERS_IN_FLIGHT
-from surojax.step.stage_layers import in_lockstep
 from surojax.step.state_plan import bytes_per_device
 from surojax.step.stream import comes_in_pairs
 
@@ -166,8 +165,7 @@ def _residuals(run: Assembly, batch: BatchShape, segments: list[SegmentBytes]) -
         return residual_bytes
     kept = max(segment.kept for segment in segments)  # step/pipeline.py; a stack in host memory has an entry more
     in_host = engine.table.residuals.home.streamed
-    residual_bytes = layer_sizes.slots(run, batch.microbatches) * (residual_bytes + in_host * kept)
-    return residual_bytes + in_lockstep(run.model) * (1 + in_host) * kept
+    return layer_sizes.slots(run, batch.microbatches) * (residual_bytes + in_host * kept)
 
 
 def _by_home(tree) -> dict[str, int]:

@@ -27,7 +27,7 @@ from surojax.placement.layout import MESH_AXES, Layout
 from surojax.placement.mesh import EXPERT, devices_per_sequence, pipeline_stages, tensor_parallel
 from surojax.placement.param import EXPERTS, OUTER, Kind, Param, part_of
 from surojax.placement.table import Mesh
-from surojax.step.stage_layers import in_lockstep, layer_patterns
+from surojax.step.stage_layers import layer_patterns
 from surojax.step.state_plan import bytes_per_device
 from surojax.step.weights import quantise_with_one_scale
 
@@ -169,15 +169,9 @@ def patterns(run: Assembly, segment: Segment | None = None) -> Patterns:
     return patterns_of_stages(layers, pipeline_stages(run.mesh))
 
 
-def layer_passes(run: Assembly, microbatches: int) -> int:
-    """The number of passes over its layers that a stage makes in each direction of a step."""
-    idle = pipeline_stages(run.mesh) - 1 if in_lockstep(run.model) else 0
-    return microbatches + idle
-
-
 def groups_of(run: Assembly, microbatches: int) -> int:
     """Groups of microbatches in a step; for each, a layer's weights and accumulators are fetched once a pass."""
-    return layer_passes(run, microbatches) // run.engine.microbatches_per_fetch
+    return microbatches // run.engine.microbatches_per_fetch
 
 
 def slots(run: Assembly, microbatches: int) -> int:

@@ -5,10 +5,10 @@ Loops over tokens that are sent to experts run as often as if all experts were c
 
 Such a loop is one thing of a tick, and runs once or not at all (step/pipeline.py). `with_rounds` has two answers:
 
-* How often a stage runs it. On average over the ticks, a stage does each thing for every microbatch
-  once; what moves activations runs in every tick in which any stage computes in that direction, and so do passes over
-  layers with a ring. A loop that belongs to some of the stages (their pattern, step/stage_layers.py) runs as often on
-  average over the stages. Counts and bytes of a step follow from that.
+* How often a stage runs it. On average over the ticks, a stage does each thing for every microbatch once; what moves
+  activations runs in every tick in which any stage computes in that direction. A loop that belongs to some of the
+  stages (their pattern, step/stage_layers.py) runs as often on average over the stages. Counts and bytes of a step
+  follow from that.
 * In lockstep: how often stages take the time of it. All of them go from tick to tick together, so a pass over a
   stage's layers takes its time in every tick in which any stage makes one: for m microbatches and p stages in m + p - 1
   ticks of each direction. Of stages with other kinds of layers, the one that attends to most counts. The time of a step
@@ -79,7 +79,7 @@ def with_rounds(module: hlo.Module, run: Assembly, batch: BatchShape, *, lockste
         if lockstep:
             return Fraction(in_any * (pattern == slowest(run)), schedule.ticks)
         share = Fraction(of_stages.count(pattern), stages)
-        return share * Fraction(layer_sizes.layer_passes(run, microbatches), schedule.ticks)
+        return share * Fraction(microbatches, schedule.ticks)
 
     return hlo.with_rounds(module, rounds)
 

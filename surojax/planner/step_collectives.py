@@ -238,7 +238,7 @@ def _tensor_parallel(run: Assembly, batch: BatchShape, segment: Segment) -> Iter
     in 8 bits, but for the inputs of experts.
     """
     work = itemsize(run, "weights")
-    k = layer_sizes.layer_passes(run, batch.microbatches)
+    k = batch.microbatches
     n = tensor_parallel(run.mesh)
     x = (n - 1) / n * batch.tokens / run.mesh.shape.get(CONTEXT, 1) * run.model.hidden_size * work
     along = _joined(run, TENSOR)
@@ -281,7 +281,7 @@ def _context(run: Assembly, batch: BatchShape, segment: Segment) -> Iterator[Ste
     method = run.model.compute.cp_method
     work = itemsize(run, "weights")
     numbers = segment.mixer.context_numbers(tensor_parallel(run.mesh), n)
-    times = layer_sizes.layer_passes(run, batch.microbatches)
+    times = batch.microbatches
     layers = layer_sizes.layers_of(run, segment)
     tokens = layers * batch.tokens / n
 
@@ -329,7 +329,7 @@ def _tokens_to_experts(run: Assembly, batch: BatchShape, segment: Segment) -> It
     rows = rounds * expert_dispatch.rows_of_round(tokens)
     x = (n - 1) * rows * run.model.hidden_size * itemsize(run, "weights")
     number = 4 * (n - 1) * tokens * chosen  # an int32 or a float32 of each choice
-    times = layer_sizes.layer_passes(run, batch.microbatches)
+    times = batch.microbatches
     layers = layer_sizes.layers_of(run, segment)
     again = run.engine.recompute_block
     for part, sent in ("forward", 2), ("again", again), ("backward", 2):

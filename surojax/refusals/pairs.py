@@ -271,6 +271,12 @@ TABLE: tuple[Refusal, ...] = (
         NOT_USED,
         "leave it out, or raise cp_size",
     ),
+    Refusal(
+        is_set("cp_method", "ring", {"cp_size": 2}),
+        stages,
+        "since the GPUs of all stages would have to take each hop together",
+        "set cp_method='allgather'",
+    ),
     *refuse_each(
         (is_set("pp_schedule", "1f1b", {"pp_size": 2}),),
         is_one_of("pp_size", 1),

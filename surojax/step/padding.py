@@ -16,12 +16,8 @@ import numpy as np
 from surojax.models.model import RecipeInputs, Segment
 
 
-def padded(segment: Segment, *, idles: bool = False) -> Segment:
-    """Returns the segment with blocks that change nothing where `RecipeInputs.computes` is False.
-
-    idles: a layer does not compute either if its stage has no microbatch. Its residuals are then undefined, so zeros
-    take the place of its gradients, instead of following from zeros that are differentiated.
-    """
+def padded(segment: Segment) -> Segment:
+    """Returns the segment with blocks that change nothing where `RecipeInputs.computes` is False."""
 
     def kept_if(computes, new, old):
         return jax.tree.map(lambda new, old: jnp.where(computes, new, old), new, old)
@@ -41,8 +37,6 @@ def padded(segment: Segment, *, idles: bool = False) -> Segment:
         dy_BSD, _ = d_result
         d_outputs = kept_if(inputs.computes, d_result, jax.tree.map(jnp.zeros_like, d_result))
         dw, dx_BSD, observed = segment.block_backward(w, saved, d_outputs, inputs, variant, starts, *routing)
-        if idles:
-            dw, observed = kept_if(inputs.computes, (dw, observed), jax.tree.map(jnp.zeros_like, (dw, observed)))
         return dw, kept_if(inputs.computes, dx_BSD, dy_BSD), observed
 
     return dataclasses.replace(segment, block=block, block_forward=block_forward, block_backward=block_backward)

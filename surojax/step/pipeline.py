@@ -108,7 +108,6 @@ class PipelineStage:
         self.sums = {name: of_layer.sums for name, of_layer in self.of_layer.items()}
         streamed = engine.table.residuals.home.streamed
         self.entries = {name: segment.num_layers + streamed for name, segment in self.segments.items()}  # of a slot
-        self.unused = 1 + streamed  # entries for the residuals of no microbatch
         self.slots = int(schedule.in_flight.max())
         self.last = {name: segment.num_layers - 1 for name, segment in self.segments.items()}
         self.head_slots = int(schedule.in_flight[-1])
@@ -123,8 +122,7 @@ class PipelineStage:
         from_head = varying(jnp.zeros((self.head_slots, batch, length // self.stages, width), x.dtype), AXES)
         saved = {}
         for name, residuals in self.residuals.items():
-            entries = self.slots * self.entries[name] + self.layers.in_lockstep * self.unused
-            saved[name] = allocate(residuals.zeros(entries), engine.table.residuals.home)
+            saved[name] = allocate(residuals.zeros(self.slots * self.entries[name]), engine.table.residuals.home)
         sums = {name: of_layer.new_sums() for name, of_layer in self.of_layer.items()}
         d_outer = outer_sums(engine, self.outer.weights)
         grads = {name: zeros_in_host_memory(segment, sums[name]) for name, segment in self.segments.items()}
@@ -132,31 +130,25 @@ class PipelineStage:
         d_statistics = totals.statistics if engine.auxiliary else None
         return TickCarry(x_BSD, x_BSD, from_head, saved, grads, d_statistics, totals)
 
-    def microbatch(self, a: jax.Array | int, computes: jax.Array | bool = True) -> Microbatch:
-        """Selects microbatch a. computes: see `StageLayers.when_any`."""
+    def microbatch(self, a: jax.Array | int) -> Microbatch:
+        """Selects microbatch a."""
 
         def recipe_inputs(a, l):
             number = first_layer_of_stage(self.engine) + l
-            return inputs_of_stage(self.model, number, self.of_model(a, number), computes)
+            return inputs_of_stage(self.model, number, self.of_model(a, number))
 
         return self.batch.microbatch(a, recipe_inputs)
 
-    def entries_of(self, a, computes: jax.Array | bool) -> dict[str, Callable]:
+    def entries_of(self, a) -> dict[str, Callable]:
         """Returns functions from a layer to its entry in the residual stacks of several microbatches, by segment.
 
         In host memory, a microbatch's entries begin with one that belongs to no layer: these stacks lag by one layer,
-        so the first layer writes and reads there. In lockstep, the layers of a stage that has no microbatch all write
-        to one entry, which nothing needs.
+        so the first layer writes and reads there.
         """
 
         def of_segment(entries: int, layers: int) -> Callable:
-            begin = a % self.slots * entries
-            step = 1
-            if self.layers.in_lockstep:
-                begin = jnp.where(computes, begin, self.slots * entries)
-                step = jnp.where(computes, 1, 0)
-            begin = begin + entries - layers
-            return lambda l: begin + l * step
+            begin = a % self.slots * entries + entries - layers
+            return lambda l: begin + l
 
         return {name: of_segment(self.entries[name], segment.num_layers) for name, segment in self.segments.items()}
 
@@ -181,11 +173,11 @@ class PipelineStage:
         x_BSD = collect(self.outer.embed(ids_Bs))
         return carry._replace(x_BSD=jnp.where(self.number == 0, x_BSD, carry.x_BSD))
 
-    def forward(self, pattern: int, a, computes: jax.Array | bool, carry: TickCarry) -> TickCarry:
-        """This stage: runs its layers forward. pattern, computes: see `StageLayers.when_any`."""
+    def forward(self, pattern: int, a, carry: TickCarry) -> TickCarry:
+        """This stage: runs its layers forward. pattern: see `StageLayers.when_any`."""
         blocks = self.blocks[pattern]
-        entries = self.entries_of(a, computes)
-        group = Group(a, [self.microbatch(a, computes)], first=False, last=False)
+        entries = self.entries_of(a)
+        group = Group(a, [self.microbatch(a)], first=False, last=False)
         flights = {
             name: {"weights": early, "residuals": self.residuals[name].before_forward([carry.saved[name]])}
             for name, early in self.layers.early(pattern).items()
@@ -197,8 +189,7 @@ class PipelineStage:
         for name, of_layer in self.of_layer.items():
             stream = Stream(of_layer.forward_lanes.lane("residuals"), entries[name])
             (saved[name],) = stream.end(after[name]["residuals"], self.last[name])
-        totals = carry.totals.updated(of_layers)
-        totals = self.if_computed(computes, totals.after_forward(xs_BSD), totals)
+        totals = carry.totals.updated(of_layers).after_forward(xs_BSD)
         return carry._replace(x_BSD=xs_BSD[0], saved=saved, totals=totals)
 
     def head(self, a, carry: TickCarry) -> TickCarry:
@@ -220,11 +211,11 @@ class PipelineStage:
         dx_BSD = collect(read(carry.from_head, a % self.head_slots))
         return carry._replace(dx_BSD=jnp.where(self.number == self.stages - 1, dx_BSD, carry.dx_BSD))
 
-    def backward(self, pattern: int, a, computes: jax.Array | bool, carry: TickCarry) -> TickCarry:
+    def backward(self, pattern: int, a, carry: TickCarry) -> TickCarry:
         """This stage: runs its layers backward, from the residuals in the microbatch's slot."""
         blocks = self.blocks[pattern]
-        group = Group(a, [self.microbatch(a, computes)], first=False, last=False)
-        entries = self.entries_of(a, computes)
+        group = Group(a, [self.microbatch(a)], first=False, last=False)
+        entries = self.entries_of(a)
         flights = {}
         for name, early in self.layers.early(pattern, reverse=True).items():
             stream = Stream(self.of_layer[name].backward_lanes.lane("residuals"), entries[name])
@@ -236,16 +227,9 @@ class PipelineStage:
         of_layers = carry.totals.only(BACKWARD)
         done = blocks.backward([carry.dx_BSD], of_layers, group, flights, carry.d_statistics or {}, entries.__getitem__)
         dxs_BSD, of_layers, after = done
-        totals = carry.totals.updated(of_layers)
-        totals = self.if_computed(computes, totals.after_backward(dxs_BSD), totals)
+        totals = carry.totals.updated(of_layers).after_backward(dxs_BSD)
         grads = {name: of_segment["grads"] for name, of_segment in after.items()}
         return carry._replace(dx_BSD=dxs_BSD[0], grads=grads, totals=totals)
-
-    def if_computed(self, computes: jax.Array | bool, new: Totals, old: Totals) -> Totals:
-        """`new` if this stage has a microbatch, else `old`. Both have equal sums of layers: an idle one adds zeros."""
-        if not self.layers.in_lockstep:
-            return new
-        return jax.tree.map(lambda x, y: x if x is y else jnp.where(computes, x, y), new, old)
 
     def push_embed(self, a, carry: TickCarry) -> TickCarry:
         """All stages: add the embedding's gradient from dx of stage 0."""
@@ -362,9 +346,9 @@ def evaluate(engine: Engine, weights, *batch_BS: jax.Array):
     layers = StageLayers(model, engine, weights)
     x_BsD = outer.embed(own_part(each.inputs_BS))
 
-    def blocks(pattern: int, _, computes, x_BSD):
+    def blocks(pattern: int, _, x_BSD):
         def inputs(l):
-            return inputs_of_stage(model, first_layer_of_stage(engine) + l, NO_INPUTS, computes)
+            return inputs_of_stage(model, first_layer_of_stage(engine) + l, NO_INPUTS)
 
         pattern_layers = layers.of_patterns[pattern]
         of_stage = each._replace(starts_BS=starts_BS, recipe_inputs=inputs)

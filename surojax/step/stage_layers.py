@@ -7,15 +7,10 @@ carry in place, the branches of a conditional may copy it. Collectives inside ar
 and `tp`. All devices of such a group are in the same stage, so that they run the same loop.
 
 Layers of several kinds are a stack for each kind, of which every stage has an equal part (`schedule.check_counts`).
-
-The hops of a ring over `cp` (cp_method="ring") are an exception: a collective-permute has the devices of all stages, so
-all have to arrive at it. With a ring, stages compute in lockstep: each of them runs its layers in every tick in which
-any stage does. A stage that has no microbatch then runs them as if they were padding (padding.py), which leaves
-activations and their gradients as they are and adds zeros to the gradients of weights. That takes no time, since the
-other stages compute in the same tick. Which loop a stage runs may not differ, so patterns have to be equal.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -24,37 +19,23 @@ import jax.numpy as jnp
 
 from surojax.models.model import Model, RecipeInputs, Segment, Variant
 from surojax.parallel import collectives, stage_collectives
-from surojax.parallel.schedule import (
-    NONE,
-    check_counts,
-    check_lockstep,
-    check_stages,
-    patterns_of_stages,
-    stacked_layers,
-)
+from surojax.parallel.schedule import NONE, check_counts, check_stages, patterns_of_stages, stacked_layers
 from surojax.step.padding import padded
 from surojax.step.spec import Engine
 from surojax.step.weights import Layers
 
 
-def in_lockstep(model: Model) -> bool:
-    """True if every stage computes in every tick in which any stage does."""
-    return model.compute.cp_method == "ring"
-
-
 def of_stage(model: Model, stages: int) -> Model:
     """Returns the model of one stage: as many layers as a stage has, in the order of the first stage.
 
-    Raises ConfigError if a stage would have no layer, if stages have other numbers of layers of a kind, or if stages
-    that compute in lockstep have them in another order.
+    Raises ConfigError if a stage would have no layer, or if stages have other numbers of layers of a kind.
     """
+    assert stages == 1 or model.compute.cp_method != "ring", "refusals/pairs.py: not all stages take a hop together"
     check_stages(model.num_layers, stages)
     check_counts([layer.kind for layer in model.order], stages)
-    if in_lockstep(model):
-        check_lockstep(layer_patterns(model), stages)
     segments = with_pattern(model.segments, patterns_of_stages(layer_patterns(model), stages).patterns[0])
-    if _takes_inputs(model, stages):
-        segments = [padded(segment, idles=in_lockstep(model)) for segment in segments]
+    if _has_padding(model, stages):
+        segments = [padded(segment) for segment in segments]
     return dataclasses.replace(model, segments=tuple(segments))
 
 
@@ -73,9 +54,9 @@ def with_pattern(segments: Sequence[Segment], pattern: Sequence[tuple[str, Varia
     return [of_stage(segment) for segment in segments]
 
 
-def _takes_inputs(model: Model, stages: int) -> bool:
+def _has_padding(model: Model, stages: int) -> bool:
     """True if blocks of a stage are `padded` and read `RecipeInputs.computes`."""
-    return in_lockstep(model) or stacked_layers(model.num_layers, stages) > model.num_layers
+    return stacked_layers(model.num_layers, stages) > model.num_layers
 
 
 def stage_engine(engine: Engine) -> Engine:
@@ -88,16 +69,14 @@ def first_layer_of_stage(engine: Engine) -> jax.Array | int:
     return collectives.first_layer(engine.model.num_layers)
 
 
-def inputs_of_stage(
-    model: Model, number: Any, recipe_inputs: RecipeInputs, computes: jax.Array | bool = True
-) -> RecipeInputs:
+def inputs_of_stage(model: Model, number: Any, recipe_inputs: RecipeInputs) -> RecipeInputs:
     """The `RecipeInputs` that the block of an entry of the stacks of all stages takes.
 
-    number: of the entry. recipe_inputs: those of the layer. computes: False in a stage that has no microbatch.
+    number: of the entry. recipe_inputs: those of the layer.
     """
-    if not _takes_inputs(model, stage_collectives.stage()[1]):
+    if not _has_padding(model, stage_collectives.stage()[1]):
         return recipe_inputs
-    return recipe_inputs._replace(computes=(number < model.num_layers) & computes)
+    return recipe_inputs._replace(computes=number < model.num_layers)
 
 
 class StageLayers:
@@ -111,7 +90,6 @@ class StageLayers:
         self.of_patterns = [Layers(engine, of_pattern, weights) for of_pattern in segments]
         self.variants = {segment.name: tuple(dict.fromkeys(segment.variants)) for segment in model.segments}
         self.own_pattern = jnp.asarray(pattern_of_stage)[number]
-        self.in_lockstep = in_lockstep(model)
         # Copied in once, outside of the ticks, in which their constant positions would be kernels.
         self.shards = [
             {
@@ -133,28 +111,15 @@ class StageLayers:
         }
 
     def when_any(self, of_stages: jax.Array, function: Callable, carry):
-        """The carry after function(this stage's pattern, a, computes, carry), if it has a microbatch a.
+        """The carry after function(this stage's pattern, a, carry), if it has a microbatch a.
 
-        pattern: its number in `of_patterns`. of_stages: the microbatch of each stage, int32 [stages]. computes: False
-        in lockstep, bool [], if this stage has no microbatch but another one has; the function is then called too, with
-        a = 0, and must change nothing. Else True.
+        pattern: its number in `of_patterns`. of_stages: the microbatch of each stage, int32 [stages].
         """
         own = of_stages[stage_collectives.stage()[0]]
-        if self.in_lockstep:
-            assert len(self.of_patterns) == 1
-
-            def together(_, carry):
-                return function(0, jnp.maximum(own, 0), own != NONE, carry)
-
-            return when_any(jnp.max(of_stages), together, carry)
         for i in range(len(self.of_patterns)):
             a = own if len(self.of_patterns) == 1 else jnp.where(self.own_pattern == i, own, NONE)
-
-            def alone(a, carry, i=i):
-                return function(i, a, True, carry)
-
             with jax.named_scope(f"pattern{i}"):
-                carry = when_any(a, alone, carry)
+                carry = when_any(a, functools.partial(function, i), carry)
         return carry
 
 

@@ -156,7 +156,7 @@ SETTINGS: tuple[Setting, ...] = (
         for name, method in CP.items()
         if name != "allgather"
     ),
-    Setting("pp_cp_ring_2x2x2_offload_all", ZERO3 | PP | CP["ring"] | ALL, 8, expect="order"),
+    Setting("pp_cp_allgather_2x2x2_offload_all", ZERO3 | PP | CP["allgather"] | ALL, 8, expect="order"),
     Setting("pp_tp_2x2x2_offload_all", ZERO3 | PP_1F1B | TP | ALL, 8, expect="order"),
     Setting("cp_tp_chunks_2x2x2", ZERO3_TP | TWO_CHUNKS | CP["ulysses"] | ALL | PACKED, 8, "sample_packing", "order"),
     # Communication
@@ -221,7 +221,7 @@ HYBRIDS: tuple[Setting, ...] = (
     Setting("delta_sample_packing", DELTA | PACKED, like="delta", expect="documents"),
     Setting("delta_cp_ulysses_2x2", DELTA | ZERO3 | CP["ulysses"] | ALL | PACKED, 4, "delta_sample_packing", "order"),
     Setting("delta_cp_ring_tp_2x2x2", DELTA | ZERO3_TP | CP["ring"], 8, like="delta", expect="order"),
-    Setting("delta_pp_cp_ring_2x2x2", DELTA | ZERO3 | PP | CP["ring"], 8, like="delta", expect="order"),
+    Setting("delta_pp_cp_allgather_2x2x2", DELTA | ZERO3 | PP | CP["allgather"], 8, like="delta", expect="order"),
 )
 SETTINGS += ADAPTERS + MIXTURES + HYBRIDS
 
