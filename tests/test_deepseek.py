@@ -752,15 +752,16 @@ def test_backward_pass_reads_latents_in_place_of_keys_and_values():
 MSCALES = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 8.0, "original_max_position_embeddings": 16}
 IN_GGUF = {  # what a case's config.json has in place of what no file says
     "v3": {"rope_parameters": MSCALES | {"mscale": 0.7, "mscale_all_dim": 0.7}},
-    "v3_tied": {},
+    "v3_tied": {"rms_norm_eps": 1e-6},
     "glm": {"attention_bias": False},
-    "glm_groups": {"rope_parameters": MSCALES | {"mscale": 1.0, "mscale_all_dim": 1.0}},
+    "glm_groups": {"rope_parameters": MSCALES | {"mscale": 1.0, "mscale_all_dim": 1.0}, "rms_norm_eps": 1e-6},
     "v2": {"topk_method": "greedy", "n_group": None, "topk_group": None},
     "v2_lite": {"attention_bias": False},
 }
 NOT_IN_GGUF = {
     "v3": ({}, "rope_attention_factor="),  # mscale is another than mscale_all_dim
     "v3_half": ({"attention_bias": False}, "rope_interleave=False"),
+    "v3_tied": ({}, "expected at most 1e-05, which llama.cpp adds in the norms of latents too"),
     "glm": ({}, "attention_bias=True"),
     "v2": (
         {},

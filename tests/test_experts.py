@@ -598,9 +598,12 @@ def check_gguf_and_back(folder: Path, out: Path, *, rounded: str = "NONE", also_
     """
     given = json.loads((folder / "config.json").read_text())
     given |= {"vocab_size": 7 * given["vocab_size"], "pad_token_id": 0}
+    if given.get("hidden_size_per_layer_input"):
+        given["vocab_size_per_layer_input"] = given["vocab_size"]
     (folder / "config.json").write_text(json.dumps(given))
     weights = safetensors.numpy.load_file(folder / SINGLE)
-    outer = ("model.embed_tokens.weight", "backbone.embeddings.weight", "lm_head.weight")
+    outer = ["model.embed_tokens.weight", "backbone.embeddings.weight", "lm_head.weight"]
+    outer += ["model.embed_tokens_per_layer.weight"]
     more = {name: np.tile(x, (7, 1)) if name in outer else x for name, x in weights.items()}
     safetensors.numpy.save_file(more, folder / SINGLE)
     (folder / "tokenizer.json").write_text(tokenizer_json())
@@ -626,7 +629,9 @@ def check_gguf_and_back(folder: Path, out: Path, *, rounded: str = "NONE", also_
         in_16_bits = open_file(convert.convert(folder, out.with_name(f"{dtype}.gguf"), dtype=dtype)).tensors
         for name, stored_as in in_16_bits.items():  # ggml has no other products with vectors, and routers are exact
             whole = name.endswith((".bias", "norm.weight", "sinks.weight", ".conv.weight", "scale", "_scale.weight"))
-            whole = whole or any(part in name for part in ("ffn_gate_inp", "_norm_", ".ssm_", "rope_freqs"))
+            whole = whole or any(
+                part in name for part in ("ffn_gate_inp", "_norm_", ".ssm_", "rope_freqs", "per_layer_model")
+            )
             whole = whole and not name.endswith(("ssm_in.weight", "ssm_out.weight"))
             assert stored_as.kind == (gguf.GGMLQuantizationType.F32 if whole else kind), name
     return out

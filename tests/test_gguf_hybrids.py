@@ -35,6 +35,7 @@ def rotated(fraction: float) -> dict[str, Any]:
 
 
 BIASED = {"use_conv_bias": True}
+DOUBLED = {"gemma4_e": (3,)}  # layers that share keys by a change, whose MLP is twice as wide then
 # What a case's config.json has in place of what no file says, and the architecture of its file.
 CASES: dict[str, tuple[dict[str, Any], str]] = {
     "granite4": ({}, "granitehybrid"),
@@ -44,10 +45,11 @@ CASES: dict[str, tuple[dict[str, Any], str]] = {
     "nemotron_dense": ({}, "nemotron_h"),
     "gemma4": (rotated(0.4), "gemma4"),
     "gemma4_plain": (rotated(0.5), "gemma4"),
-    "gemma4_full": ({}, "gemma4"),
     "gemma4_moe": (rotated(0.6), "gemma4"),
     "gemma4_moe_two": (rotated(1 / 3), "gemma4"),
-    "gemma4_moe_all": ({}, "gemma4"),
+    "gemma4_e": (rotated(0.4) | {"num_kv_shared_layers": 4}, "gemma4"),
+    "gemma4_e_inputs": (rotated(1 / 3), "gemma4"),
+    "gemma4_e_moe": (rotated(0.4), "gemma4"),
 }
 REFUSED = [
     ("granite4_tied", {}, "mamba_conv_bias=False"),  # llama.cpp ends without a word at such a file
@@ -62,7 +64,9 @@ REFUSED = [
     ("nemotron_dense", {"time_step_min": 0.5}, "mamba_dt_min=0.5"),
     ("nemotron_groups", {}, "mamba_conv_bias=False"),
     ("gemma4_plain", {}, "rope_factor=2.0"),
-    ("gemma4", {"hidden_size_per_layer_input": 4}, "expected 0, got 4, since embeddings of each layer"),
+    ("gemma4_full", {}, "expected a layer with a window, without which llama.cpp ends at a file of gemma4, got none"),
+    ("gemma4_e", {}, "since llama.cpp gives them those of these two, got 3 of 7 layers"),
+    ("gemma4_e_inputs", {"vocab_size_per_layer_input": 50}, "vocab_size_per_layer_input=50"),
 ]
 EXPERTS = {"blk.{bid}.ffn_gate_exps", "blk.{bid}.ffn_up_exps"}  # which llama.cpp reads too, of the package's one
 
@@ -76,6 +80,10 @@ def written(folder: Path, case: str) -> Path:
     if CASES[case][0] is BIASED:
         taps = [name for name in tensors if name.endswith("conv1d.weight")]
         tensors |= {name.replace("weight", "bias"): tensors[name][:, 0, 0] for name in taps}
+    for l in DOUBLED.get(case, ()):
+        for name, axis in {"gate": 0, "up": 0, "down": 1}.items():
+            name = f"model.layers.{l}.mlp.{name}_proj.weight"
+            tensors[name] = np.concatenate([tensors[name], -2 * tensors[name]], axis)
     safetensors.numpy.save_file(tensors, folder / SINGLE)
     return folder
 
@@ -111,14 +119,27 @@ def test_models_go_to_gguf_and_back(tmp_path, case):
         assert said["attention.key_length_swa"] == said["rope.dimension_count_swa"] == config["head_dim"]
         assert said["attention.sliding_window_pattern"] == [name == SLIDING for name in types]
         assert said["final_logit_softcapping"] == (config["final_logit_softcapping"] or 0)
+        own = len(types) - config["num_kv_shared_layers"]
         with_values = [l for l in range(len(types)) if f"blk.{l}.attn_v.weight" in contents.tensors]
-        assert with_values == [l for l in range(len(types)) if not config["attention_k_eq_v"] or l not in attends]
+        assert with_values == [l for l in range(own) if not config["attention_k_eq_v"] or l not in attends]
+        assert said["attention.shared_kv_layers"] == len(types) - own
+        assert said["embedding_length_per_layer_input"] == config["hidden_size_per_layer_input"]
         pairs = said["attention.key_length"] // 2
         turned = int(pairs * config["rope_parameters"][FULL]["partial_rotary_factor"])
         expected = [1] * turned + [np.float32(1e30)] * (pairs - turned)
         np.testing.assert_array_equal(read_numbers(contents, "rope_freqs.weight"), expected)
         factor = read_numbers(contents, "blk.1.layer_output_scale.weight")
         np.testing.assert_array_equal(factor, ours["model.layers.1.layer_scalar"])
+        if own < len(types):
+            width = config["intermediate_size"]
+            assert said["feed_forward_length"] == [width] * own + [2 * width] * (len(types) - own)
+        if P := config["hidden_size_per_layer_input"]:
+            table = read_numbers(contents, "per_layer_token_embd.weight")
+            assert table.shape == (said["vocab_size"], len(types) * P)
+            layer = ours["model.embed_tokens_per_layer.weight[:, layer 2]"]
+            np.testing.assert_array_equal(table[:, 2 * P : 3 * P], layer)
+            rows = read_numbers(contents, "per_layer_model_proj.weight")[2 * P : 3 * P]
+            np.testing.assert_array_equal(rows, ours["model.per_layer_model_projection.weight[layer 2]"])
         return
     if said["general.architecture"] != "granite":
         heads = config["num_key_value_heads"]
@@ -183,8 +204,14 @@ def contents_of(case: str, path: Path) -> tuple[Contents, dict[str, np.ndarray]]
         ("nemotron_groups", "moe_latent_size", 8, "has moe_latent_size, which may change what the model computes"),
         ("gemma4", "attention.value_length", 5, "attention.value_length: expected 10, as of keys, got 5"),
         ("gemma4", "rope.dimension_count_swa", 2, "rope.dimension_count_swa: expected 6, as of keys, got 2"),
-        ("gemma4", "attention.shared_kv_layers", 2, "attention.shared_kv_layers: expected 0, got 2"),
-        ("gemma4", "embedding_length_per_layer_input", 4, "embedding_length_per_layer_input: expected 0, got 4"),
+        ("gemma4", "attention.shared_kv_layers", 2, "expected a layer with a window and then one without before"),
+        ("gemma4_e", "attention.shared_kv_layers", 7, "expected a layer with a window and then one without before"),
+        (
+            "gemma4_e",
+            "feed_forward_length",
+            [14] * 3 + [15] * 4,
+            "expected 14 or 28 of layers that share keys and values",
+        ),
     ],
 )
 def test_files_that_say_something_else_are_refused(tmp_path, case, key, value, message):

@@ -29,6 +29,7 @@ from surojax.config.checks import check
 from surojax.exchange import config_json, expert_tensors, peft
 from surojax.exchange.beside import tensors_beside
 from surojax.exchange.gguf import GgufTensors
+from surojax.exchange.gguf_export import gguf_metadata
 from surojax.exchange.gguf_file import open_file, read_numbers
 from surojax.exchange.gguf_metadata import metadata_config
 from surojax.exchange.huggingface import model_fields, read_config
@@ -572,7 +573,9 @@ def in_gguf(tmp_path: Path, case: str) -> tuple[Path, Path]:
         weights[name] = np.tile(weights[name], (10, 1))[:384]
     folder = tmp_path / "in"
     folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(given(case) | {"vocab_size": 384, "pad_token_id": 0}))
+    (folder / "config.json").write_text(
+        json.dumps(given(case) | {"vocab_size": 384, "pad_token_id": 0} | IN_GGUF[case])
+    )
     safetensors.numpy.save_file(weights, folder / SINGLE)
     (folder / "tokenizer.json").write_text(tokenizer_json())
     said = {"bos_token": "<|start|>", "eos_token": "<|end|>", "add_bos_token": True}
@@ -580,11 +583,11 @@ def in_gguf(tmp_path: Path, case: str) -> tuple[Path, Path]:
     return folder, convert.convert(folder, tmp_path / "out.gguf", dtype="float32")
 
 
-IN_GGUF = ("qwen3_5_moe_thirds", "qwen3_5_thirds", "qwen3_5_moe", "qwen3_5", "qwen3_5_moe_tied")
-IN_GGUF += ("qwen3_next", "qwen3_next_thirds")
+# What a case's config.json has in place of what llama.cpp computes otherwise.
+IN_GGUF = {case: {"rms_norm_eps": 1e-6} for case in ("qwen3_5_moe_thirds", "qwen3_5_thirds", "qwen3_next_thirds")}
 
 
-@pytest.mark.parametrize("case", quick_at([(case,) for case in IN_GGUF], 0, 1, 5))
+@pytest.mark.parametrize("case", IN_GGUF)
 def test_models_go_to_gguf_and_back(tmp_path, case):
     """To the bit, except for decays, which are stored as exp(A_log)."""
     folder, file = in_gguf(tmp_path, case)
@@ -641,7 +644,41 @@ def test_files_have_what_llama_cpp_reads(tmp_path):
         6,
     ]
     assert (sizes["ssm.inner_size"], sizes["full_attention_interval"], sizes["rope.dimension_count"]) == (24, 3, 4)
-    assert sizes["rope.dimension_sections"] == [11, 11, 10, 0] and sizes["nextn_predict_layers"] == 0
+    assert sizes["rope.dimension_sections"] == [1, 1, 0, 0] and sizes["nextn_predict_layers"] == 0
+
+
+@pytest.mark.parametrize(
+    "changes, expected",
+    [
+        ({}, [1, 1, 0, 0]),
+        ({"head_dim": 256}, [11, 11, 10, 0]),  # as published
+        ({"head_dim": 256, "rope_parameters": {"mrope_section": [24, 20, 20]}}, [11, 11, 10, 0]),
+        ({"head_dim": 256, "rope_parameters": {"mrope_section": [28, 2, 2]}}, [28, 2, 2, 0]),
+        ({"head_dim": 96}, [4, 4, 4, 0]),
+    ],
+)
+def test_sections_of_a_file_are_the_pairs_that_transformers_turns(tmp_path, changes, expected):
+    """Each third pair from the second and the third on, as far as the config says and there are pairs."""
+    config = given("qwen3_5_moe_thirds") | {"rms_norm_eps": 1e-6} | changes
+    config["rope_parameters"] = given("qwen3_5_moe_thirds")["rope_parameters"] | changes.get("rope_parameters", {})
+    metadata, *_ = gguf_metadata(config, tmp_path / "out.gguf")
+    assert metadata["qwen35moe.rope.dimension_sections"] == expected
+
+
+@pytest.mark.parametrize(
+    "case, message",
+    [
+        ("qwen3_5", "expected 18, since llama.cpp has heads of values as large as those of keys, got 12"),
+        ("qwen3_next", "expected 36, since llama.cpp has heads of values as large as those of keys, got 24"),
+        (
+            "qwen3_5_thirds",
+            "expected at most 1e-05, which is the least length of queries and keys in llama.cpp, got 0.01",
+        ),
+    ],
+)
+def test_what_llama_cpp_computes_otherwise_is_refused(tmp_path, case, message):
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        gguf_metadata(given(case), tmp_path / "out.gguf")
 
 
 @pytest.mark.parametrize("family", ("qwen3_5_text", "qwen3_5_moe_text"))

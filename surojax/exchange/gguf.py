@@ -14,9 +14,10 @@ from surojax.errors import ConfigError
 from surojax.exchange import joined_rows
 from surojax.exchange.gguf_file import AGAIN, FAMILIES, check_type, open_file, read_numbers
 from surojax.exchange.gguf_metadata import FREQUENCIES, FURTHER, metadata_config
+from surojax.exchange.naming import LAYER
 from surojax.families.family import Gguf, GgufParts, GgufTransform
 from surojax.families.names import LAYER_NUMBER, by_our_name, find_tensor, renamed
-from surojax.families.registry import tensor_names
+from surojax.families.registry import FAMILIES as BY_MODEL_TYPE, tensor_names
 
 # Newer files have one tensor in place of two: for each expert the rows of gate, then those of up.
 GATE_UP, OF_GATE_UP = "ffn_gate_up_exps.weight", ("ffn_gate_exps.weight", "ffn_up_exps.weight")
@@ -56,7 +57,7 @@ def transform_of(name: str, family: Gguf) -> GgufTransform | None:
 class GgufTensors:
     """The tensors of a GGUF file under Hugging Face's names. Raises ConfigError if one cannot be dequantised.
 
-    left_aside: names in the file of tensors that predict further tokens.
+    left_aside: names in the file of tensors that predict further tokens, or that transformers does not read either.
     """
 
     def __init__(self, path: Path):
@@ -68,7 +69,11 @@ class GgufTensors:
         first = self._config["num_hidden_layers"]
         architecture = self._contents.metadata["general.architecture"]
         further = range(first, first + self._contents.metadata.get(f"{architecture}.{FURTHER}", 0))
-        self.left_aside = sorted(name for name in self._contents.tensors if _layer_of(name) in further)
+        self.left_aside = sorted(
+            name
+            for name in self._contents.tensors
+            if _layer_of(name) in further or self._is_unread(renamed(name, self._family.names, to))
+        )
         read = {name.format(l=l) for name in self._family.filled for l in range(first)}
         names = [name for name in self._contents.tensors if name not in {FREQUENCIES, *read, *self.left_aside}]
         self._joined = _joined_parts(names, self._family, to)
@@ -81,7 +86,7 @@ class GgufTensors:
             raise ConfigError(f"model_path: {path}: expected {twice[0]} whole or in parts, got both; {AGAIN}")
         for name in (*names, *of_parts):
             check_type(path, name, self._contents.tensors[name].kind)
-        self._parts = joined_rows.parts_in(self._theirs, to)
+        self._parts = joined_rows.parts_in(self._theirs, to, first)
 
     @property
     def names(self) -> set[str]:
@@ -105,6 +110,8 @@ class GgufTensors:
     def read(self, name: str) -> np.ndarray:
         """Reads a tensor in float32."""
         if part := self._parts.get(name):
+            if part.axis:
+                return read_numbers(self._contents, self._theirs[part.name], (part.part, part.parts))
             return part.tensor([self.read(part.name)])
         if name in self._joined:
             parts, theirs = self._joined[name]
@@ -118,6 +125,11 @@ class GgufTensors:
         if transform := transform_of(theirs, self._family):
             return transform.from_file(numbers, self._config)
         return unpermuted(numbers, self._config["head_dim"]) if is_permuted(theirs, self._family) else numbers
+
+    def _is_unread(self, name: str) -> bool:
+        """True if transformers does not read this tensor of a layer either."""
+        is_unread, number = BY_MODEL_TYPE[self._config["model_type"]].is_unread, LAYER.search(name)
+        return bool(is_unread and number and is_unread(int(number[1]), name[number.end() :], self._config))
 
     def _joined_shape(self, name: str) -> tuple[int, ...]:
         """The shape of a tensor of several parts. Raises ConfigError if theirs do not fit the sizes of the model."""

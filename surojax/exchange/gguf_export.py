@@ -136,7 +136,7 @@ def export_gguf(
     for name, vector in vectors.items():
         writer.add_tensor_info(name, vector.shape, vector.dtype, vector.nbytes)
     in_files: dict[str, list[str]] = {}  # ours, of which several may be the rows of one
-    for name, ours in sorted(stored_as.items(), key=lambda pair: pair[0] if part_of_rows(pair[0]) else ""):
+    for name, ours in sorted(stored_as.items(), key=lambda pair: (x := part_of_rows(pair[0])) and x.part or 0):
         part = part_of_rows(name)
         in_files.setdefault(part.name if part else name, []).append(ours)
     for name, ours in in_files.items():
@@ -159,6 +159,10 @@ def export_gguf(
         yield from vectors.values()
         for name, ours in in_files.items():
             kind = kinds[ours[0]]
+            part = part_of_rows(ours[0])
+            if part and part.axis:  # a table of all layers, which is large: its blocks are within a layer's columns
+                yield np.concatenate([gguf.quants.quantize(_read(tensors, x, kind, dtype), kind) for x in ours], 1)
+                continue
             numbers = np.concatenate([_read(tensors, part, kind, dtype) for part in ours])
             rows = permuted(numbers, of_head) if is_permuted(name, family) else numbers
             transform = transform_of(name, family)
@@ -195,7 +199,7 @@ def gguf_metadata(source: dict[str, Any], path: Path) -> tuple[dict[str, Any], d
         )
     try:
         said = config_json.made(fields, positions, {}, families, with_class=False)
-        metadata, vectors = _metadata(said)
+        metadata, vectors = _metadata(said, source)
         family = gguf_of(said)
         names = family.names
         entry = GgufEntry(Kind.F32, (said["vocab_size"], said["hidden_size"]), 0, 0)
@@ -236,8 +240,11 @@ def _is_same(wanted: Any, back: Any) -> bool:
     return wanted == back
 
 
-def _metadata(said: dict[str, Any]) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-    """Translates a config.json to a file's metadata and vectors: frequencies' divisors [h / 2], `filled` ones [h]."""
+def _metadata(said: dict[str, Any], source: dict[str, Any]) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    """Translates a config.json to a file's metadata and vectors: frequencies' divisors [h / 2], `filled` ones [h].
+
+    source: the model's own config.json.
+    """
     family = gguf_of(said)
     architecture = family.architecture
     with_sizes = family.before_writing(said)
@@ -250,7 +257,7 @@ def _metadata(said: dict[str, Any]) -> tuple[dict[str, Any], dict[str, np.ndarra
         {key: h for key in HEAD_DIM if key not in family.sizes}
         | {"vocab_size": said["vocab_size"]}
         | dict(family.fixed)
-        | dict(family.unread)
+        | {key: value(said, source) if callable(value) else value for key, value in family.unread.items()}
     )
     if family.partial_rotary:
         keys[ROTATED] = int(h * said["partial_rotary_factor"])

@@ -96,16 +96,21 @@ def _parsed(path: Path, modified: int) -> Contents:
     return Contents(path, metadata, tensors)
 
 
-def read_numbers(contents: Contents, name: str) -> np.ndarray:
+def read_numbers(contents: Contents, name: str, columns: tuple[int, int] = (0, 1)) -> np.ndarray:
     """Reads a tensor, dequantised to float32, in the file's row order.
 
-    Raises ConfigError if unreadable or not finite.
+    columns: (i, n): of the n equal parts of its columns the i-th alone. Raises ConfigError if unreadable or not finite.
     """
     stored = contents.tensors[name]
+    i, n = columns
+    block, _ = gguf.GGML_QUANT_SIZES[stored.kind]
+    size = stored.shape[-1] // n
+    apart = size % block == 0  # else a block has numbers of two parts
     try:
-        with contents.path.open("rb") as file:
-            raw = np.fromfile(file, np.uint8, stored.bytes, offset=stored.offset)
-        numbers = gguf.quants.dequantize(raw.reshape(*stored.shape[:-1], -1), stored.kind).reshape(stored.shape)
+        raw = np.memmap(contents.path, np.uint8, "r", stored.offset, (stored.bytes,)).reshape(*stored.shape[:-1], -1)
+        raw = np.split(raw, n, -1)[i] if apart else raw
+        numbers = gguf.quants.dequantize(np.array(raw), stored.kind).reshape(*stored.shape[:-1], -1)
+        numbers = numbers if apart else np.split(numbers, n, -1)[i]
     except (OSError, ValueError) as error:
         raise ConfigError(f"model_path: cannot read {name} in {contents.path} ({error}); {AGAIN}") from error
     if not is_finite(numbers):

@@ -7,7 +7,8 @@ expands latents is two tensors: that of the keys `[heads, latent, n]`, transpose
 too. Neighbouring channels are rotated together.
 
 llama.cpp scales scores for stretched positions (YaRN) by `yarn_log_multiplier`, a tenth of `mscale_all_dim`, and never
-queries and keys, so that `mscale` must be the same.
+queries and keys, so that `mscale` must be the same. In the norms of latents it adds what the model's other norms add,
+and transformers 1e-6.
 """
 
 from typing import Any
@@ -27,6 +28,7 @@ from surojax.models.kinds.self_attention import Attention
 
 KEY, VALUE = "latent_key_length", "latent_value_length"  # no keys of config.json
 KEY_MLA, VALUE_MLA, GATING, STRETCH = "key_length_mla", "value_length_mla", "gating", "yarn_log_multiplier"
+LARGEST_EPS = 1e-5  # which moves log-probabilities of tiny drawn models by 1e-4; 1e-3 and 1e-2 by 1e-2 and 1e-1
 SOFTMAX, SIGMOID = 1, 2  # values of expert_gating_func
 AGAIN = "fetch the file again"
 
@@ -60,6 +62,11 @@ def after_reading(config: dict[str, Any]) -> dict[str, Any]:
         raise ConfigError(
             f"model_path: attention.key_length, value_length and head_count_kv: expected {expected} of "
             f"{heads} heads with a latent of {latent} numbers, got {(key, value, own_heads)}; {AGAIN}"
+        )
+    if config["rms_norm_eps"] > LARGEST_EPS:
+        raise ConfigError(
+            f"model_path: attention.layer_norm_rms_epsilon: expected at most {LARGEST_EPS:g}, which llama.cpp adds in "
+            f"the norms of latents too, in place of 1e-06, got {config['rms_norm_eps']}; fetch the model as safetensors"
         )
     if gating not in (SOFTMAX, SIGMOID):
         raise ConfigError(

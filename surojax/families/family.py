@@ -205,10 +205,12 @@ class Gguf(NamedTuple):
     long as the layers when they are read. window_period: n if
     each n-th layer has no window in files without a key for it; 0: the format has no such key. defaults: values of keys
     that files may leave out. further_layers: files may count layers that predict further tokens in block_count, and
-    have them; they are left aside. unread: keys that say nothing else, with the values that are written. transforms:
-    by our name of a parameter. parts: likewise, of parameters that are written in parts; files that have them whole, by
-    `names`, are read too. filled: names of vectors of a head's channels, with `{l}`, in which all numbers are the value
-    of this key of config.json; "": 1. before_writing, after_reading: config.json -> the same with, or without, keys
+    have them; they are left aside. unread: keys that say nothing else, with the values that are written, or functions
+    (config.json as `write` makes it, the model's own) -> these. transforms: by our name of a parameter. parts:
+    likewise, of parameters that are written in parts; files that have them whole, by `names`, are read too. filled:
+    names of vectors of a head's channels, with `{l}`, in which all numbers are the value of this key of config.json;
+    "": 1.
+    before_writing, after_reading: config.json -> the same with, or without, keys
     that only `sizes` has.
     """
 

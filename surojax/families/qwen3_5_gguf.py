@@ -35,6 +35,7 @@ from surojax.models.kinds.gated_delta import GatedDelta
 
 INTERVAL = "full_attention_interval"
 INNER = "linear_inner_size"  # channels of all value heads; no key of config.json
+LARGEST_EPS = 1e-5  # 1e-2 moved log-probabilities of a tiny drawn model by 1e-1, 1e-6 by 2e-5
 GATED_SHARED = ("shared_expert.w_gate", "shared_expert.w_up", "shared_expert.w_down", "shared_expert_gate")
 
 
@@ -50,14 +51,36 @@ def before_writing(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def after_reading(config: dict[str, Any]) -> dict[str, Any]:
-    """Computes a value head's channels. Raises ConfigError if heads do not divide those of all."""
+    """Computes a value head's channels. Raises ConfigError if heads do not divide those of all, or for other models."""
     inner, heads = config.pop(INNER), config["linear_num_value_heads"]
     if inner % heads:
         raise ConfigError(
             f"model_path: ssm.inner_size: expected a multiple of ssm.time_step_rank={heads}, got {inner}; fetch the "
             "file again"
         )
-    return config | {"linear_value_head_dim": inner // heads}
+    keys, values = config["linear_key_head_dim"], inner // heads
+    if keys != values:
+        raise ConfigError(
+            f"model_path: ssm.inner_size: expected {heads * keys}, since llama.cpp has heads of values as large as "
+            f"those of keys, got {inner}; fetch the model as safetensors"
+        )
+    if config["rms_norm_eps"] > LARGEST_EPS:
+        raise ConfigError(
+            f"model_path: attention.layer_norm_rms_epsilon: expected at most {LARGEST_EPS:g}, which is the least "
+            f"length of queries and keys in llama.cpp, got {config['rms_norm_eps']}; fetch the model as safetensors"
+        )
+    return config | {"linear_value_head_dim": values}
+
+
+def sections(config: dict[str, Any], given: dict[str, Any]) -> list[int]:
+    """The pairs of rotated channels with each of an image's three positions, which take turns, and 0.
+
+    given: the model's own config.json, in which `mrope_section` says at most how many.
+    """
+    said = (given.get("rope_parameters") or given.get("rope_scaling") or {}).get("mrope_section", [11, 11, 10])
+    pairs = int(config["head_dim"] * config["partial_rotary_factor"]) // 2
+    height, width = (len(range(i, min(3 * said[i], pairs), 3)) for i in (1, 2))
+    return [pairs - height - width, height, width, 0]
 
 
 def _reordered(x: np.ndarray, config: dict[str, Any], axis: int, size: int, *, to_file: bool) -> np.ndarray:
@@ -167,7 +190,7 @@ SIZES = {
 }
 HOW: dict[str, Any] = {
     "further_layers": True,
-    "unread": {"nextn_predict_layers": 0, "rope.dimension_sections": [11, 11, 10, 0]},
+    "unread": {"nextn_predict_layers": 0, "rope.dimension_sections": sections},
     "partial_rotary": True,
     "before_writing": before_writing,
     "after_reading": after_reading,
