@@ -16,6 +16,7 @@ import safetensors.numpy
 from commands import convert
 from small import CONFIG, Small, needs, plain_loss, plain_model, quick_at, target_names, tokens, worst_relative
 from test_adapters import REFERENCE, logits, save, theirs
+from test_deepseek import in_files as of_modules, written as written_in_float64
 from test_engine import ORDER_OF_SUMS, engine_gradients
 from test_experts import TIED, apart, in_files, stored, written
 from test_export import run_config
@@ -24,7 +25,7 @@ from test_huggingface import config, save_tokenizer
 from surojax import ConfigError, default_config, read_metrics, train
 from surojax.assembly.from_config import architecture, from_config
 from surojax.config import checks
-from surojax.exchange import model_tensors, peft
+from surojax.exchange import expert_tensors, model_tensors, peft
 from surojax.exchange.merge import there_and_back
 from surojax.exchange.naming import naming_of
 from surojax.models import decoder_model
@@ -105,6 +106,61 @@ def test_what_is_written_is_what_was_read(tmp_path, case):
     module = f"base_model.model.model.layers.1.{mlp}.experts"
     assert tensors[f"{module}{'.base_layer' * both}.lora_A.weight"].shape == (7 * 2 * rank, 24)
     assert tensors[f"{module}{'.base_layer' * both}.lora_B.weight"].shape == (24, 7 * 2 * rank)
+
+
+WITHOUT_GATE = {
+    "experts_without_gate": ({"mamba.w_in", "mlp.w_up", "mlp.w_down"}, ["up_proj", "down_proj"]),
+    "experts_without_gate_down": ({"attention.wq", "mlp.w_down"}, ["down_proj"]),
+}
+
+
+def base_without_gate(folder: Path) -> Path:
+    weights = {name: x.astype(np.float32) for name, x in of_modules("nemotron", "weight").items()}
+    return written_in_float64(folder / "base", "nemotron", expert_tensors.of_each(weights))
+
+
+@pytest.mark.parametrize("case", WITHOUT_GATE)
+def test_experts_without_a_gate_are_those_of_peft(tmp_path, case):
+    """Nemotron-H's, merged and written again; names of modules are of the MLPs beside them."""
+    base = base_without_gate(tmp_path)
+    opened = convert.open_model(base)
+    naming = naming_of(opened.config)
+    adapter = peft.read_adapter(save(tmp_path / "theirs", case), opened.model, naming)
+    targets, parameters = WITHOUT_GATE[case]
+    assert {*adapter.lora.targets} == targets | {"mlp.shared.w_up", "without_experts.mlp.w_up"}
+    out = convert.merge(base, [tmp_path / "theirs"], tmp_path / "out", dtype="float32", say=lambda line: None)
+    close(logits(out, case), case)
+    before = logits(base, case)
+    assert np.abs(before - REFERENCE[f"{case}/logits"]).max() > 0.1 * np.abs(before).max()
+
+    ours = peft.save_adapter(adapter, opened.model, tmp_path / "ours", naming=naming)
+    said = json.loads((ours / "adapter_config.json").read_text())
+    others = ["shared_experts.up_proj.weight", "mixer.up_proj.weight"]
+    assert said["target_parameters"] == [*(f"mixer.experts.{name}" for name in parameters), *others]
+    assert said["rank_pattern"] == said["alpha_pattern"] == {}
+    assert safetensors.numpy.load_file(ours / peft.TENSORS).keys() == theirs(case).keys()
+    again = peft.read_adapter(ours, opened.model, naming)
+    assert {*again.lora.targets} == {*adapter.lora.targets}
+    chex.assert_trees_all_equal(again.matrices, adapter.matrices)
+
+
+def test_experts_without_a_gate_have_adapters_each(tmp_path):
+    """As files of transformers 4 have them: the same numbers as of all experts together."""
+    case = "experts_without_gate"
+    opened = convert.open_model(base_without_gate(tmp_path))
+    naming = naming_of(opened.config)
+    tensors = {}
+    for name, x in theirs(case).items():
+        before, of_experts, factor = name.rpartition(".experts.")
+        matrix = "up_proj" if factor.startswith("base_layer.") else "down_proj"
+        factor = factor.removeprefix("base_layer.")
+        stacked = x.reshape(5, 2, -1) if factor == "lora_A.weight" else np.moveaxis(x.reshape(len(x), 2, -1), 2, 0)
+        each = {f"{before}.experts.{e}.{matrix}.{factor}": np.ascontiguousarray(w) for e, w in enumerate(stacked)}
+        tensors |= each if of_experts else {name: x}
+    said = {"target_modules": ["in_proj", "up_proj", "experts.down_proj"], "target_parameters": None}
+    expected = peft.read_adapter(save(tmp_path / "together", case), opened.model, naming)
+    found = peft.read_adapter(save(tmp_path / "each", case, tensors, **said), opened.model, naming)
+    chex.assert_trees_all_equal(found.matrices, expected.matrices)
 
 
 # --- a step -----------------------------------------------------------------------------------------------------------

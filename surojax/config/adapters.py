@@ -33,17 +33,18 @@ def check_adapters(c: Config) -> None:
         need(is_adapted, "lora_target_modules", expected, c.lora_target_modules, "name one of each")
     has_experts = any(layer.mlp.has_experts for layer in layers)
     if has_experts and (of_mlps := [name for name in names if is_of_mlp(name)]):
-        _check_beside_experts(c, of_mlps)
+        _check_beside_experts(c, of_mlps, known)
 
 
-def _check_beside_experts(c: Config, targets: Collection[str]) -> None:
+def _check_beside_experts(c: Config, targets: Collection[str], known: Iterable[Target]) -> None:
     """Raises ConfigError for adapters of a model's experts, and of MLPs beside them, that PEFT does not have.
 
     It has one adapter for gate and up of an expert. It adapts these MLPs as parameters, without DoRA and dropout.
+    known: the matrices that may have adapters.
     """
-    pair = {f"{Experts.name}.{matrix}" for matrix in Experts.adapted_together}
+    pair = {target.matrix for target in known} & {f"{Experts.name}.{matrix}" for matrix in Experts.adapted_together}
     together = "gate_proj and up_proj together, since PEFT has one adapter of both"
-    need(len(pair & set(targets)) != 1, "lora_target_modules", together, c.lora_target_modules, "name both")
+    need(not 0 < len(pair & set(targets)) < len(pair), "lora_target_modules", together, c.lora_target_modules, "name both")
     for field, off in {"use_dora": False, "lora_dropout": 0.0}.items():
         expected = f"{off} with adapters of the MLPs of a model with experts, as in PEFT"
         need(c[field] == off, field, expected, c[field], "leave it out, or name those of the attention alone")

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from surojax.exchange import expert_tensors, parts
 from surojax.families.family import BY_EXPERT, ExpertFiles, ModelFamily
-from surojax.families.names import NUMBER, find_tensor, renamed
+from surojax.families.names import NUMBER, TensorName, find_tensor, renamed
 from surojax.families.registry import FAMILIES, tensor_names
 
 MODULES = "model."  # the start of names in modules of transformers 5
@@ -57,16 +57,25 @@ class Naming(NamedTuple):
         name, number = expert_tensors.without_number(parts.alone(name))
         if self.family and name.startswith(MODULES):
             in_files = self.family.root + name.removeprefix(MODULES)
-            name = in_files if find_tensor(in_files, self.family.tensors) else name
+            name = in_files if self._find(in_files) else name
         for in_modules, in_files in self.family.spellings.items() if self.family else ():
             if name.endswith(f".{in_modules}"):
                 name = name.removesuffix(in_modules) + in_files
         files = self.expert_files
         if files != BY_EXPERT and not files.only and name.endswith((files.gate_up, files.down)):
             return name  # of all experts, in the module of which each expert may have its own tensors
-        if self.family and (place := find_tensor(name, self.family.tensors)) and place.rest:
+        if self.family and (place := self._find(name)) and place.rest:
             name = renamed(name, self.family.tensors, self._ours)
         return name if number is None else expert_tensors.of_expert(name, number)
+
+    def _find(self, name: str) -> TensorName | None:
+        """Finds a file's tensor in the family's table.
+
+        A module that has the experts' may have tensors there, whose ends are none of the experts' (Nemotron-H's mixer).
+        """
+        assert self.family is not None
+        place = find_tensor(name, self.family.tensors)
+        return None if place and expert_tensors.has_all_experts(place.rest) else place
 
     @property
     def canonical(self) -> Mapping[str, str]:

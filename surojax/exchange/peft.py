@@ -165,7 +165,7 @@ def read_adapter(folder: str | Path, model: Model, naming: Naming = OF_MOST_FAMI
             ours: AdapterTensor(name, file.entries[name].shape, functools.partial(file.read, name))
             for ours, name in theirs.items()
         }
-        if not any(has_all_experts(name) for name in stored):
+        if described.targets or not any(has_all_experts(name) for name in stored):
             lora = _without_unnamed_experts(lora, model, described.targets)
         shapes_of_experts = {name: x for name, x in tensor_shapes(lora, model).items() if has_all_experts(name)}
         stored = peft_experts.of_experts(stored, shapes_of_experts, described, lora.rank, naming.expert_files)
@@ -202,10 +202,10 @@ def read_adapter(folder: str | Path, model: Model, naming: Naming = OF_MOST_FAMI
 
 
 def _without_unnamed_experts(lora: Lora, model: Model, named: Collection[str]) -> Lora:
-    """Leaves out experts that only names of modules select which MLPs beside them have too, for a file without experts.
+    """Leaves out experts that only names of modules select which MLPs beside them have too.
 
-    Such a name is of every expert in transformers 4, and of none in transformers 5. named: targets that a file names as
-    experts' parameters.
+    Such a name is of every expert in transformers 4, and of none in transformers 5, whose files name the experts'
+    parameters. named: targets that a file names so.
     """
     others = {target.rpartition(".")[2] for target in lora.targets if target not in modules_of_experts(model)}
     kept = [

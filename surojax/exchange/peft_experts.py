@@ -13,6 +13,9 @@ gate_up_proj has the rank 2 r, A of both one after the other and B in two blocks
 so. PEFT makes the same of adapters of each expert by itself. What PEFT trained has one A for gate and up, of rank r: it
 is read as the A of both, and trained on as two.
 
+Experts without a gate (Nemotron-H) have `up_proj` [E, F, D] in place of `gate_up_proj`, with an adapter like
+down_proj's.
+
 Files that were written with transformers 4 have an adapter for each expert, `experts.17.gate_proj.lora_A.weight`.
 
 Shape suffixes: E experts, F width of an expert, D hidden size, R rank in a file.
@@ -35,8 +38,9 @@ from surojax.models.lora import Lora
 
 MODULE = BY_EXPERT.module  # in our names
 TOGETHER = "gate_up_proj"
-# Parameters of transformers 5, and PEFT's names of the matrices in them.
-PARAMETERS = {TOGETHER: HALVES, DOWN: (DOWN,)}
+UP = HALVES[1]
+# Parameters of transformers 5, and PEFT's names of the matrices in them; the first is of experts with a gate alone.
+PARAMETERS = {TOGETHER: HALVES, UP: (UP,), DOWN: (DOWN,)}
 MATRICES = dict(zip((*HALVES, DOWN), (f"{Experts.name}.{matrix}" for matrix in SwiGLU.tensors), strict=True))  # ours
 INNER = ".base_layer"
 WEIGHT = ".weight"  # of a module, as the name of a parameter
@@ -54,12 +58,19 @@ class AdapterTensor(NamedTuple):
 # -- adapter_config.json ----------------------------------------------------------------------------------------------
 
 
+def _parameters(matrices: Collection[str]) -> dict[str, tuple[str, ...]]:
+    """Selects the entries of `PARAMETERS` of experts with these matrices (our names)."""
+    other = UP if MATRICES[HALVES[0]] in matrices else TOGETHER
+    return {name: parts for name, parts in PARAMETERS.items() if name != other}
+
+
 def keys_of(targets: Collection[str], lora: Lora, module: str, others: Sequence[str]) -> dict[str, Any]:
     """Makes adapter_config.json's keys for the adapted experts' matrices (our names) and ranks; {} if none.
 
     module: `ExpertFiles.module`. others: further parameters that are adapted, by PEFT's names.
     """
-    parameters = [name for name, parts in PARAMETERS.items() if {MATRICES[part] for part in parts} <= set(targets)]
+    of_experts = _parameters(targets)
+    parameters = [name for name, parts in of_experts.items() if {MATRICES[part] for part in parts} <= set(targets)]
     names = [*(f"{module}.{name}" for name in parameters), *others]
     keys: dict[str, Any] = {"target_parameters": names} if names else {}
     if TOGETHER in parameters:
@@ -94,7 +105,8 @@ def described_modules(
     weights = [name for name in names if name.endswith(WEIGHT) and module_names]
     names = [name for name in names if name not in weights]
     parameters = []
-    for parameter, parts in PARAMETERS.items():
+    of_experts = _parameters(module_names)
+    for parameter, parts in of_experts.items():
         modules = [name for part in parts for name in module_names.get(MATRICES[part], [])]
         full_names = {_theirs(f"{name.rpartition('.')[0]}.{parameter}", module) for name in modules}
         ends = {name for name in names if any(f".{full}".endswith(f".{name}") for full in full_names)}
@@ -103,7 +115,7 @@ def described_modules(
             need(matched == full_names, "target_parameters", f"{parameter} in every layer or in none")
             parameters.append(parameter)
         names = [name for name in names if name not in ends]
-    known = ", ".join(f"{module}.{name}" for name in PARAMETERS) if module_names else "none in a model without experts"
+    known = ", ".join(f"{module}.{name}" for name in of_experts) if module_names else "none in a model without experts"
     need(not names, "target_parameters", f"names among {known}", "give an adapter of this model")
     patterns: dict[str, Any] = {}
     for key, of_all in (("rank_pattern", "r"), ("alpha_pattern", "lora_alpha")):
@@ -155,7 +167,7 @@ def of_file(tensors: dict[str, np.ndarray], files: ExpertFiles = BY_EXPERT) -> d
         module = f"{before}.experts"
         factor = f".{factor}"
         is_inner = part in HALVES and f"{module}.{DOWN}{factor}" in tensors
-        if part != HALVES[1]:
+        if part != UP or f"{module}.{HALVES[0]}{factor}" not in tensors:
             gate_and_up = [tensors[f"{module}.{half}{factor}"] for half in HALVES] if part == HALVES[0] else [x]
             in_file = _theirs(f"{module}{INNER * is_inner}{factor}", files.module)
             tensors_in_file[in_file] = _flat(factor, gate_and_up, files)
@@ -194,14 +206,15 @@ def of_experts(
             tensors[name] = AdapterTensor(parts[0].name, part.shape(parts[0].shape), _stacked(parts))
     if not said.targets:
         return tensors
-    both_are_adapted = MATRICES[DOWN] in said.targets and MATRICES[HALVES[0]] in said.targets
+    both_are_adapted = MATRICES[DOWN] in said.targets and MATRICES[UP] in said.targets
+    has_gate = MATRICES[HALVES[0]] in said.targets
     used = set()
     for name, (number, *shape) in shapes.items():
         before, _, last = name.rpartition(".experts.")
         part, _, factor = last.partition(".")
         factor = f".{factor}"
-        is_half = part in HALVES
-        source = _theirs(f"{before}.experts{INNER * (is_half and both_are_adapted)}{factor}", files.module)
+        is_half = has_gate and part in HALVES
+        source = _theirs(f"{before}.experts{INNER * (part != DOWN and both_are_adapted)}{factor}", files.module)
         if source not in stored:
             continue
         ranks = rank * (1 + (said.twice and is_half))

@@ -7,7 +7,13 @@ says, and the MLP that every token uses by moe_shared_expert_intermediate_size, 
 from typing import Any
 
 from surojax.families import mamba_keys, mixer_keys, nemotron_gguf, rope_keys
-from surojax.families.family import LLAMA_DEFAULTS, SHARED_EXPERT_TENSOR_NAMES, ModelFamily, in_safetensors
+from surojax.families.family import (
+    LLAMA_DEFAULTS,
+    SHARED_EXPERT_TENSOR_NAMES,
+    ExpertFiles,
+    ModelFamily,
+    in_safetensors,
+)
 from surojax.families.mamba_keys import UNLIMITED, need_key
 from surojax.families.nemotron_gguf import OF_MAMBA
 from surojax.models.decoder_config import ATTENTION, EXPERTS, MAMBA, MLP
@@ -184,6 +190,7 @@ NEMOTRON_H = ModelFamily(
     | IN_BLOCKS
     | {"embed": "backbone.embeddings.weight", "norm": "backbone.norm_f.weight", "head": "lm_head.weight"},
     canonical=NAMES,
+    expert_files=ExpertFiles(module="mixer.experts"),
     root="backbone.",
     gguf=nemotron_gguf.DENSE,
     further_gguf=(nemotron_gguf.WITH_EXPERTS,),

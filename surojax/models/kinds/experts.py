@@ -356,9 +356,7 @@ class Experts(Mlp):
 
     def targets(self) -> Sequence[Target]:
         own, *shared = self.widths()
-        # PEFT has adapters of experts without a gate, too: these are not built.
-        adapted = SwiGLU.tensors if "w_gate" in self.matrices else ()
-        targets = [self.target(matrix, own, of_experts=True) for matrix in adapted]
+        targets = [self.target(matrix, own, of_experts=True) for matrix in self.matrices]
         if self.shared_width:
             for target in self.shared_type(self.config_of_shared).targets():
                 matrix = f"{SHARED}.{target.matrix.rpartition('.')[2]}"
