@@ -10,8 +10,8 @@ runs as many more of them as there is time for.
 """
 
 import argparse
+import base64
 import contextlib
-import copy
 import csv
 import io
 import json
@@ -19,6 +19,7 @@ import os
 import random
 import re
 import resource
+import shutil
 import signal
 import sys
 import tempfile
@@ -35,6 +36,7 @@ if __name__ == "__main__":
     os.environ |= {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=8"}
     sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
 
+import exports
 import jax
 import numpy as np
 import pyarrow
@@ -45,8 +47,10 @@ import test_gguf
 import test_huggingface
 import test_slots
 from small import Small
+from spoiled import FLAGS, NUMBERS, VALUES, spoil
 
 from surojax import launch, limited, verify
+from surojax.assembly import from_config
 from surojax.config import checks, flags
 from surojax.config.fields import FIELDS, default_config, flat
 from surojax.data import __main__ as data_command, corpus, datasets
@@ -55,14 +59,19 @@ from surojax.data.data_rows import NotARow
 from surojax.data.datasets import parse_dataset
 from surojax.data.examples import Encoder, items
 from surojax.data.files import NotText
-from surojax.data.rollouts import RolloutEncoder
+from surojax.data.rollouts import RolloutEncoder, TokenRoutes
 from surojax.data.teacher_labels import Teacher, claim_folder, read_head, read_teacher, write_head
 from surojax.data.templates import load_template
 from surojax.data.texts import TextFile, text_parts
 from surojax.data.tokenizer import ByteTokenizer, load_tokenizer
 from surojax.errors import LONGEST, CheckpointError, ConfigError
 from surojax.exchange import peft
-from surojax.exchange.sources import KEPT, keeps
+from surojax.exchange.huggingface import model_fields, read_config
+from surojax.exchange.naming import naming_of
+from surojax.exchange.sources import KEPT, keeps, open_weights, resolved
+from surojax.families import neutral, registry
+from surojax.families.family import REQUIRED
+from surojax.families.neutral import OFF
 from surojax.memory import nvme
 from surojax.memory.layer_file import NvmeError
 from surojax.pages import runs
@@ -85,127 +94,15 @@ CASES = 60  # of each target and of each verb in the suite
 SECONDS = 20.0  # of processor time for a case; that of the child process of `limited` is its own
 MEMORY = 3 << 30  # bytes beyond what the process has when a case begins
 
-# -- What nobody would write ------------------------------------------------------------------------------------------
-
-DEEP = 100_000
-NESTED = "[" * DEEP + "]" * DEEP
-VALUES: tuple[Any, ...] = (
-    None, True, False, 0, 1, -1, 2, 3, 7, 2**31, 2**32, 2**63, 2**64, 10**9, 10**30, 10**400, -(10**9), 0.0, 0.5, 1e308,
-    -1e308, 5e-324, float("nan"), float("inf"), float("-inf"), "", " ", "a", "0", "1", "false", "true", "nan", "auto",
-    "none", "../../etc/passwd", "/etc/passwd", "~nobody-here/x", "a\0b", "\ud800", "é", "\n", "%s", "{}", "x" * 5000,
-    "(a+)+$", "(.*.*.*.*.*)*x", "(", "*", [], {}, [[]], [None], [1, 2], ["a", "a"], {"a": 1}, {"": None}, [[[[[]]]]],
-    "__class__", "{{ 'x' * 10**10 }}", "{% for i in range(9) %}", "config.json", ".", "..", "/", "/dev/zero",
-)  # fmt: skip
-FLAGS = (
-    "", " ", "0", "1", "-1", "2", "1.5", "1e3", "1e9", "1e18", "1e30", "1e308", "1e309", "-1e30", "nan", "inf", "-inf",
-    "9" * 5000, "true", "false", "unset", "none", "None", "auto", "a,b", ",", "a" * 5000, "../..", "/", "/dev/null",
-    "/proc/self/mem", "~nobody-here/x", "~", ".", "x.py", "x.gguf", "a/b", "é", "\ud800", "\n", "{}", "[]", "*", "**/*",
-    "2147483647", "2147483648", "4294967296", "9223372036854775807", "9223372036854775808", "18446744073709551616",
-    "--help-me", "-", "'", "(", "%s", "{0}", "nvme", "bytes", "stdlib", "3", "7", "8", "0.1", "1000003",
-)  # fmt: skip
-
-NUMBERS = tuple(text for text in FLAGS if re.fullmatch(r"-?[\d.e+]+|nan|-?inf", text))
-PARTS = b"\0", b"\xff\xfe", b"\xef\xbb\xbf", b"\xff", b"\n", b'"', b"{{", b"[" * 5000, b"9" * 5000
-
-
-def spoiled_json(text: str, r: random.Random) -> str:
-    """A JSON text with a few of its values, keys or lengths changed."""
-    found = json.loads(text)
-    for _ in range(r.choice((1, 1, 1, 2, 3))):
-        places = list(places_in(found))
-        if not places:
-            break
-        owner, key = r.choice(places)
-        kind = r.randrange(8)
-        if kind < 4:
-            owner[key] = copy.deepcopy(r.choice(VALUES))
-        elif kind == 4:
-            del owner[key]
-        elif kind == 5 and isinstance(owner, dict):
-            owner[str(r.choice(VALUES))[:100]] = owner[key]
-        elif kind == 6:
-            other, which = r.choice(places)
-            with contextlib.suppress(KeyError, IndexError):
-                owner[key] = copy.deepcopy(other[which])
-        else:
-            owner[key] = [owner[key]] if r.random() < 0.5 else {"a": owner[key]}
-    written = json.dumps(found)
-    if r.random() < 0.05:
-        written = written.replace("null", NESTED, 1) if "null" in written else f'{{"a": {NESTED}, {written[1:]}'
-    return written
-
-
-def places_in(found: Any) -> Iterator[tuple[Any, Any]]:
-    """(list or object, index or key) of every value in a JSON value."""
-    keys = found.keys() if isinstance(found, dict) else range(len(found)) if isinstance(found, list) else ()
-    for key in list(keys):
-        yield found, key
-        yield from places_in(found[key])
-
-
-def spoiled_bytes(content: bytes, r: random.Random) -> bytes:
-    """Bytes with some of them changed, left out, doubled or added."""
-    found = bytearray(content)
-    for _ in range(r.choice((1, 1, 2, 5, 20))):
-        at = r.randrange(len(found) + 1)
-        size = r.choice((1, 1, 2, 4, 8, 50, 500))
-        kind = r.randrange(7)
-        if kind == 0:
-            found[at : at + size] = r.randbytes(size)
-        elif kind == 1:
-            del found[at:]
-        elif kind == 2:
-            del found[at : at + size]
-        elif kind == 3:
-            found[at:at] = found[at : at + size] * r.choice((1, 2, 100))
-        elif kind == 4:
-            found[at:at] = r.choice(PARTS)
-        elif kind == 5:
-            number = r.choice((0, 1, 2**16, 2**31 - 1, 2**32 - 1, 2**62, 2**63, 2**64 - 1))
-            found[at : at + 8] = number.to_bytes(8, "little")
-        else:
-            found[at : at + 1] = bytes([r.randrange(256)])
-    return bytes(found)
-
-
-def spoil(file: Path, r: random.Random) -> None:
-    """Changes a file, or puts something else in its place."""
-    content = file.read_bytes()
-    kind = r.randrange(30)
-    if kind < 4:
-        file.unlink()
-        if kind == 0:
-            os.mkfifo(file)
-        elif kind == 1:
-            file.mkdir()
-        elif kind == 2:
-            file.symlink_to(file.name)
-        return
-    if kind == 4:
-        file.write_bytes(r.choice((b"", b"{}", b"[]", b"null", b"0", b"\0" * 4096, NESTED.encode(), b'{"a":' * DEEP)))
-    elif kind < 22 and file.suffix == ".json":
-        file.write_text(spoiled_json(content.decode(), r), "utf-8", "surrogatepass")
-    elif kind < 22 and file.suffix == ".safetensors":
-        size = int.from_bytes(content[:8], "little")
-        header = spoiled_json(content[8 : 8 + size].decode(), r).encode("utf-8", "surrogatepass")
-        file.write_bytes(len(header).to_bytes(8, "little") + header + content[8 + size :])
-    elif kind < 22 and file.suffix == ".jsonl":
-        lines = content.decode().splitlines()
-        number = r.randrange(len(lines))
-        lines[number] = spoiled_json(lines[number], r)
-        file.write_text("\n".join(lines), "utf-8", "surrogatepass")
-    else:
-        file.write_bytes(spoiled_bytes(content, r))
-
-
 # -- Files and who reads them -----------------------------------------------------------------------------------------
 
 
 class Target(NamedTuple):
-    """make: writes valid files into a new folder. use: reads them as a command does."""
+    """make: writes valid files into a new folder. use: reads them as a command does. known: see `spoil`."""
 
     make: Callable[[Path], Any]
     use: Callable[[Path], Any]
+    known: dict[str, dict[str, Any]] = {}  # noqa: RUF012
 
 
 TALK = [{"role": "user", "content": "a b"}, {"role": "assistant", "content": "c"}]
@@ -449,14 +346,18 @@ def use_teacher(folder: Path) -> None:
 
 def make_rollouts(folder: Path) -> None:
     row = {"prompt_ids": [5, 6], "completion_ids": [[7, 2], [8, 9, 2]], "rewards": [1.0, 0.0]}
-    rows = [row | {"logprobs": [[-0.1, -0.3], [-1.2, -0.4, -0.1]]}, row]
+    row |= {"logprobs": [[-0.1, -0.3], [-1.2, -0.4, -0.1]]}
+    experts = [[[[0, 1], [2, 1]]] * 3, [[[1, 0], [0, 2]]] * 4]  # [tokens - 1][layers][choices] of each completion
+    encoded = [base64.b64encode(np.array(x, "<i4").tobytes()).decode() for x in experts]
+    rows = [row, row | {"routed_experts": experts}, row | {"routed_experts": encoded}]
     (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
 
 
 def use_rollouts(folder: Path) -> None:
     dataset = parse_dataset({"path": str(folder / "rows.jsonl"), "type": "text"})
     for row in datasets.read_dataset(dataset):
-        RolloutEncoder(320).item(row)
+        for routes in (None, TokenRoutes(layers=2, choices=2, experts=3, with_experts=(1,))):
+            RolloutEncoder(320, routes).item(row)
 
 
 def without_sums(make: Callable[[Path], None]) -> Callable[[Path], None]:
@@ -468,6 +369,95 @@ def without_sums(make: Callable[[Path], None]) -> Callable[[Path], None]:
         on_disk_files.write_text("{}")
 
     return made
+
+
+# -- Exports of every family ------------------------------------------------------------------------------------------
+
+
+def make_export(case: exports.Case) -> Callable[[Path], Any]:
+    return lambda folder: exports.make(case, folder)
+
+
+def keys_of(family: str) -> dict[str, Any]:
+    """Keys that a family's config.json may have, and a value of each."""
+    of_family = registry.FAMILIES[family]
+    required = {key: next(iter(values), None) for key, values in (REQUIRED | of_family.required | OFF).items()}
+    text = {key: "full_attention" for key in neutral.READ} | {"text_config": {"model_type": family}}
+    return text | required | of_family.defaults | {"architectures": [of_family.classifier]}
+
+
+# PEFT 0.21's keys that change what an adapter computes.
+OF_PEFT: dict[str, Any] = {
+    "exclude_modules": ["q_proj"], "layers_to_transform": [0], "layers_pattern": "x", "layer_replication": [[0, 1]],
+    "bias": "all", "lora_bias": True, "use_qalora": True, "use_bdlora": {}, "trainable_token_indices": [1],
+    "megatron_config": {"a": 1}, "alora_invocation_tokens": [1], "arrow_config": {"a": 1}, "velora_config": {"a": 1},
+    "ensure_weight_tying": True, "modules_to_save": ["lm_head"], "rank_pattern": {"q_proj": 1},
+    "alpha_pattern": {"q_proj": 1}, "target_parameters": ["mlp.experts.down_proj"], "use_dora": True,
+    "use_rslora": True, "init_lora_weights": "pissa", "fan_in_fan_out": True, "task_type": "SEQ_CLS",
+    "auto_mapping": {"base_model_class": "LlamaForSequenceClassification"}, "r": 2, "lora_alpha": 4.0,
+    "target_modules": ["q_proj"], "peft_type": "LORA",
+}  # fmt: skip
+
+
+def use_export(path: Path) -> None:
+    """As `open_model`, without a tokenizer."""
+    c = default_config()
+    c.model_path = str(path)
+    c = resolved(c)
+    c.tokenizer = "bytes"
+    checks.check(c)
+    weights = open_weights(c, from_config.model(c))
+    assert weights is not None
+    for name in sorted(weights.names):
+        weights.read(name)
+
+
+def make_adapter_of(case: exports.Case) -> Callable[[Path], Any]:
+    """The adapter's folder alone; its base is read once."""
+
+    def make(folder: Path) -> None:
+        exports.make(case, folder)
+        _models[case.family] = convert.open_model(folder / "base")
+        shutil.rmtree(folder / "base")
+
+    return make
+
+
+def use_adapter_of(folder: Path, case: exports.Case) -> None:
+    base = _models[case.family]
+    peft.digest(peft.read_adapter(folder / "out", base.model, naming_of(base.config)))
+
+
+def use_text_config(folder: Path) -> None:
+    model_fields(read_config(folder))
+
+
+def make_text_config(family: registry.ImageTextFamily) -> Callable[[Path], None]:
+    def make(folder: Path) -> None:
+        text = exports.config_of(exports.Case(family.text_types[0], "together", "float32"))
+        (folder / "config.json").write_text(json.dumps({"model_type": family.model_type, "text_config": text}))
+
+    return make
+
+
+def of_families() -> Iterator[tuple[str, str, Target]]:
+    """(kind, name, target) of what is exported of each family, and of models with images their config.json."""
+    for case in exports.cases():
+        family = case.family.split()[0]
+        known = {"config.json": keys_of(family), "adapter_config.json": OF_PEFT}
+        if case.kind == "adapter":
+            use = lambda folder, case=case: use_adapter_of(folder, case)
+            yield "adapters of families", f"adapter of {case.family}", Target(make_adapter_of(case), use, known)
+        elif case.kind == "gguf":
+            use = lambda folder: use_export(folder / "out.gguf")
+            yield "GGUF files of families", f"GGUF of {case.family}", Target(make_export(case), use)
+        elif case.kind == "float32":
+            target = Target(make_export(case), lambda folder: use_export(folder / "out"), known)
+            yield "models of families", f"{case.family}, experts {case.layout}", target
+    for family in registry.IMAGE_TEXT_FAMILIES.values():
+        known = {"config.json": keys_of(family.text_types[0])}
+        target = Target(make_text_config(family), use_text_config, known)
+        yield "settings of families with images", f"settings of {family.model_type}", target
 
 
 SUFFIXES = ("jsonl", "json", "parquet", "csv", "txt")
@@ -489,6 +479,10 @@ TARGETS = {
     "measured rates": Target(make_rates, use_rates),
     "small files of a run": Target(make_small_files, use_small_files),
 }
+OF_FAMILIES: dict[str, list[str]] = {}  # the targets of a kind, of which each case has one
+for _kind, _name, _target in of_families():
+    TARGETS[_name] = _target
+    OF_FAMILIES.setdefault(_kind, []).append(_name)
 
 
 # -- A case and its limits --------------------------------------------------------------------------------------------
@@ -558,26 +552,26 @@ def run(case: Callable[[], Any], folder: Path, longest: int = LONGEST, may_write
     return ""
 
 
-_made: dict[Target, dict[Path, bytes]] = {}
+_made: dict[str, dict[Path, bytes]] = {}
 
 
-def make(target: Target, folder: Path) -> None:
+def make(name: str, folder: Path) -> None:
     """Writes the valid files of a target."""
-    if target not in _made:
-        target.make(folder)
-        _made[target] = {file.relative_to(folder): file.read_bytes() for file in folder.rglob("*") if file.is_file()}
-    for name, content in _made[target].items():
-        (folder / name).parent.mkdir(exist_ok=True, parents=True)
-        (folder / name).write_bytes(content)
+    if name not in _made:
+        TARGETS[name].make(folder)
+        _made[name] = {file.relative_to(folder): file.read_bytes() for file in folder.rglob("*") if file.is_file()}
+    for path, content in _made[name].items():
+        (folder / path).parent.mkdir(exist_ok=True, parents=True)
+        (folder / path).write_bytes(content)
 
 
 def run_file(name: str, number: int, folder: Path) -> str:
     """A case of a target; see `run`."""
     r = random.Random(f"{name} {number}")
     target = TARGETS[name]
-    make(target, folder)
+    make(name, folder)
     files = sorted(file for file in folder.rglob("*") if file.is_file())
-    spoil(r.choice(files), r)
+    spoil(r.choice(files), r, target.known)
     return run(lambda: target.use(folder), folder)
 
 
@@ -648,8 +642,8 @@ def run_verb(verb: str, number: int, folder: Path) -> str:
     options = options_of(verb)
     (folder / "text.txt").write_text("The quick brown fox.\n" * 400)
     if verb in ("generate", "evaluate", "convert"):
-        make(TARGETS["model of llama"], folder)
-        make(TARGETS["questions"], folder)
+        make("model of llama", folder)
+        make("questions", folder)
     arguments = list(BEFORE[verb])
     for _ in range(r.choice((1, 1, 2))):
         option = r.choice(options)
@@ -685,7 +679,14 @@ def run_fields(number: int, folder: Path) -> str:
 
 
 KINDS: dict[str, Callable[[int, Path], str]] = {
-    **{name: lambda number, folder, name=name: run_file(name, number, folder) for name in TARGETS},
+    **{
+        name: lambda number, folder, name=name: run_file(name, number, folder)
+        for name in TARGETS.keys() - {name for names in OF_FAMILIES.values() for name in names}
+    },
+    **{
+        kind: lambda number, folder, names=names: run_file(names[number % len(names)], number, folder)
+        for kind, names in OF_FAMILIES.items()
+    },
     "fields": run_fields,
     **{f"flags of {verb}": lambda number, folder, verb=verb: run_verb(verb, number, folder) for verb in MODULES},
 }

@@ -114,7 +114,7 @@ def sampled(prompt=(5, 6, 7)) -> tuple[dict, dict]:
 def test_rollouts_have_the_experts_that_a_step_would_choose():
     """A step with them is the step without, to the bit."""
     row, _ = sampled()
-    encoder = RolloutEncoder(64, TokenRoutes(L, K, E))
+    encoder = RolloutEncoder(64, TokenRoutes(L, K, E, tuple(range(1, L))))
     found = encoder.item(DataRow(row | {"advantages": [1, -1, 0.5, 2]}, "")).content
     assert isinstance(found, Example)
     assert len({len(ids) for ids in row["completion_ids"]}) > 1
@@ -145,7 +145,7 @@ EXPERTS_OF_ROW = [[[[0, 1]] * 2] * 3, [[[2, 1]] * 2] * 4, [[[1, 0]] * 2] * 2]  #
 IN_BASE64 = [base64.b64encode(np.array(x, "<i4").tobytes()).decode() for x in EXPERTS_OF_ROW]
 
 
-OF_TWO = TokenRoutes(layers=2, choices=2, experts=3)
+OF_TWO = TokenRoutes(layers=2, choices=2, experts=3, with_experts=(0, 1))
 
 
 def read(record, routes: TokenRoutes | None = OF_TWO) -> Example | BadRow:
@@ -170,6 +170,10 @@ BAD = [
     ([[[[0.5, 1]] * 2] * 3, *EXPERTS_OF_ROW[1:]], "routed_experts[0]: expected numbers of experts [3, 2, 2]"),
     ([[[[0, 3]] * 2] * 3, *EXPERTS_OF_ROW[1:]], "routed_experts[0]: expected experts 0 to 2, got 0 to 3; replay the"),
     ([[[[0, -1]] * 2] * 3, *EXPERTS_OF_ROW[1:]], "routed_experts[0]: expected experts 0 to 2, got -1 to 0; replay"),
+    (
+        [EXPERTS_OF_ROW[0], [[[2, 1], [0, 1]]] * 3 + [[[2, 1], [0, 0]]], EXPERTS_OF_ROW[2]],
+        "routed_experts[1]: expected 2 different experts of each token, got [0, 0] of token 3 in layer 1; have the",
+    ),
 ]
 
 
@@ -177,6 +181,14 @@ BAD = [
 def test_bad_experts_are_one_line(value, reason):
     found = read(ROW | {"routed_experts": value})
     assert isinstance(found, BadRow) and found.reason.startswith(reason) and "\n" not in found.reason
+
+
+def test_what_is_said_of_layers_without_experts_is_not_read():
+    rows = [[[[-1, -1], of_layer] for _, of_layer in x] for x in EXPERTS_OF_ROW]
+    found = read(ROW | {"routed_experts": rows}, OF_TWO._replace(with_experts=(1,)))
+    assert isinstance(found, Example)
+    expected = [[0, 0, *of_layer] for x in EXPERTS_OF_ROW for of_layer in [*(x[1] for x in x), [0, 0]]]
+    np.testing.assert_array_equal(found.numbers[IN_EXAMPLE], expected)
 
 
 def test_experts_that_would_not_be_read_are_refused():
@@ -236,6 +248,8 @@ def test_the_command_writes_rows_that_train_reads(tmp_path):
     generate.write_rollouts(trained, ["ab", "c"], file, **options)
     for line in file.read_text().splitlines():
         found = (
-            RolloutEncoder(320, TokenRoutes(L, K, E)).item(DataRow(json.loads(line) | {"rewards": [1, 0]}, "")).content
+            RolloutEncoder(320, TokenRoutes(L, K, E, tuple(range(1, L))))
+            .item(DataRow(json.loads(line) | {"rewards": [1, 0]}, ""))
+            .content
         )
         assert isinstance(found, Example) and found.numbers[IN_EXAMPLE].shape == (len(found.ids), L * K)

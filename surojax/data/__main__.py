@@ -11,6 +11,7 @@ import os
 import sys
 from collections.abc import Iterator
 
+from surojax.assembly import from_config
 from surojax.config import checks
 from surojax.config.fields import Config, gpus_per_sequence
 from surojax.config.flags import parse_flags
@@ -49,7 +50,7 @@ def prepare(c: Config) -> tuple[data.Data, Tokenizer]:
         eval_batch_size=c.per_device_batch_size,
         rows=choice.rows,
         together=choice.together,
-        routes=TokenRoutes.of(c),
+        routes=TokenRoutes.of(c, from_config.model(c).layers_with_experts if c.router_replay else ()),
         say=print_line,
     )
     samples = loaded.train.all

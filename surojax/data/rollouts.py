@@ -39,20 +39,27 @@ ROUNDING = 1e-2  # by which a log-probability may be above 0
 
 
 class TokenRoutes(NamedTuple):
-    """The sizes of what rows say of experts: in each layer of the model a token chooses some of all experts."""
+    """The sizes of what rows say of experts: in each layer of the model a token chooses some of all experts.
+
+    with_experts: the numbers of the layers that have experts; what rows say of others is not read.
+    """
 
     layers: int
     choices: int
     experts: int
+    with_experts: tuple[int, ...]
 
     @classmethod
-    def of(cls, c: Any) -> "TokenRoutes | None":
+    def of(cls, c: Any, with_experts: Iterable[int]) -> "TokenRoutes | None":
         """Reads the sizes in a config whose model is known; None without router_replay."""
-        model = c.model
-        return cls(model.num_hidden_layers, model.num_experts_per_tok, model.num_experts) if c.router_replay else None
+        sizes = c.model.num_hidden_layers, c.model.num_experts_per_tok, c.model.num_experts
+        return cls(*sizes, tuple(with_experts)) if c.router_replay else None
 
     def read(self, value: Any, tokens: int, name: str) -> np.ndarray:
-        """Returns a completion's choices, float32 [tokens, layers * choices], the last token's 0. Raises NotARow."""
+        """Returns a completion's choices, float32 [tokens, layers * choices]. Raises NotARow.
+
+        Those of its last token and of layers without experts are 0.
+        """
         shape = (tokens - 1, self.layers, self.choices)
         expected = f"numbers of experts {[*shape]} (tokens but the last, layers, choices)"
         numbers = _from_base64(value) if isinstance(value, str) else _array(value)
@@ -61,13 +68,22 @@ class TokenRoutes(NamedTuple):
         if numbers is None or numbers.dtype.kind not in "iu" or numbers.shape != shape:
             got = shown(value, 40) if numbers is None else f"{numbers.dtype} {[*numbers.shape]}"
             raise NotARow(f"{name}: expected {expected}, got {got}")
-        if numbers.size and (numbers.min() < 0 or numbers.max() >= self.experts):
+        chosen = numbers[:, self.with_experts]
+        if chosen.size and (chosen.min() < 0 or chosen.max() >= self.experts):
             raise NotARow(
-                f"{name}: expected experts 0 to {self.experts - 1}, got {numbers.min()} to {numbers.max()}; replay the "
+                f"{name}: expected experts 0 to {self.experts - 1}, got {chosen.min()} to {chosen.max()}; replay the "
                 "choices of a model with the same experts"
             )
-        of_last = np.zeros((1, self.layers * self.choices))
-        return np.concatenate([numbers.reshape(tokens - 1, -1), of_last]).astype(np.float32)
+        twice = np.argwhere((np.diff(np.sort(chosen, axis=-1), axis=-1) == 0).any(axis=-1))
+        if len(twice):
+            token, place = twice[0].tolist()
+            raise NotARow(
+                f"{name}: expected {self.choices} different experts of each token, got {chosen[token, place].tolist()} "
+                f"of token {token} in layer {self.with_experts[place]}; have the sampler return those of all tokens"
+            )
+        found = np.zeros((tokens, self.layers, self.choices), np.float32)
+        found[:-1, self.with_experts] = chosen
+        return found.reshape(tokens, -1)
 
 
 @dataclass(frozen=True)

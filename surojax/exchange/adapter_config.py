@@ -142,7 +142,8 @@ def read_adapter_config(folder: Path, model: Model, naming: Naming) -> tuple[Lor
     for key, value in sorted(content.items()):
         allowed = OFF.get(key, ())
         expected = repr(allowed[0]) if allowed else "it off"
-        is_off = key in READ | UNUSED or value in (None, False, {}, [], *allowed)
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)  # 0 may be that of a layer
+        is_off = key in READ | UNUSED or (not is_number and value in (None, False, {}, [], *allowed))
         need(is_off, key, expected, "nothing else is computed here")
     rank: Any = content.get("r")
     alpha: Any = content.get("lora_alpha")

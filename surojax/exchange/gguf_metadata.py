@@ -29,6 +29,7 @@ SIZES = {
     "attention.layer_norm_rms_epsilon": "rms_norm_eps",
     "rope.freq_base": "rope_theta",
 }
+WHOLE = frozenset(SIZES) - {"attention.layer_norm_rms_epsilon", "rope.freq_base"}  # keys with whole numbers
 ROTATED = "rope.dimension_count"  # number of channels of a head that are rotated
 HEAD_DIM = ("attention.key_length", "attention.value_length", ROTATED)  # all are a head's channels
 SCALING_TYPE = "rope.scaling.type"
@@ -95,16 +96,21 @@ def metadata_config(contents: Contents, numbers: Mapping[str, np.ndarray] | None
     missing += [names[ours] for ours in ("embed", "norm") if names[ours] not in contents.tensors]
     if missing:
         raise ConfigError(f"model_path: expected {missing[0]} in {contents.path}, got none; {AGAIN}")
+    rows = contents.tensors[names["embed"]].shape
+    if len(rows) != 2:
+        raise ConfigError(
+            f"model_path: {contents.path}: {names['embed']}: expected shape [tokens, channels], got {[*rows]}; {AGAIN}"
+        )
     sizes = {theirs: given[ours] for ours, theirs in all_sizes.items()}
     heads = [given[key] for key in ("attention.head_count", "attention.head_count_kv") if key not in family.by_layer]
     if several := [x for x in heads if not isinstance(x, int)]:
         raise ConfigError(f"model_path: {contents.path}: expected equal layers, got head counts {several[0]}")
     for ours, theirs in all_sizes.items():
         value = 1 if ours in family.by_layer else sizes[theirs]
-        if not (isinstance(value, int | float) and (value > 0 or (value == 0 and ours in family.sizes))):
-            raise ConfigError(
-                f"model_path: {contents.path}: {ours}: expected a positive number, got {value!r}; {AGAIN}"
-            )
+        is_of_type = type(value) is int if ours in WHOLE else isinstance(value, int | float)
+        if not (is_of_type and (value > 0 or (value == 0 and ours in family.sizes))):
+            expected = "a positive number" if is_of_type else "a whole number" if ours in WHOLE else "a number"
+            raise ConfigError(f"model_path: {contents.path}: {ours}: expected {expected}, got {value!r}; {AGAIN}")
     head_dim = given.get(HEAD_DIM[0]) or channels(sizes)
     check_largest(sizes | {"head_dim": head_dim}, f"model_path: {contents.path}: ")
     for ours in family.by_layer:
@@ -135,7 +141,7 @@ def metadata_config(contents: Contents, numbers: Mapping[str, np.ndarray] | None
         | {
             "model_type": MODEL_TYPE_OF[architecture],
             "head_dim": head_dim,
-            "vocab_size": contents.tensors[names["embed"]].shape[0],
+            "vocab_size": rows[0],
             "tie_word_embeddings": names["head"] not in contents.tensors,
             "rope_scaling": _rope_scaling(contents, read, given, sizes, head_dim),
         }
@@ -183,14 +189,15 @@ def _filled(
         vectors = [name.format(l=l) for l in range(layers)]
         if missing := next((vector for vector in vectors if vector not in contents.tensors), None):
             raise ConfigError(f"model_path: expected {missing} in {contents.path}, got none; {AGAIN}")
-        numbers = np.stack([read(vector) for vector in vectors])
-        if numbers.shape != (layers, head_dim) or (numbers != (numbers[0, 0] if key else 1)).any():
+        numbers = [read(vector) for vector in vectors]
+        first = float(numbers[0].flat[0]) if numbers[0].size else 1.0
+        if any(x.shape != (head_dim,) or (x != (first if key else 1)).any() for x in numbers):
             expected = "one number" if key else "ones"
             raise ConfigError(
                 f"model_path: {contents.path}: expected {expected} in every {name.format(l='N')}, got others; such a "
                 "model is not computed"
             )
-        found |= {key: shortest(float(numbers[0, 0]))} if key else {}
+        found |= {key: shortest(first)} if key else {}
     return found
 
 

@@ -7,7 +7,7 @@ export has it as it is (beside.py).
 
 from typing import Any
 
-from surojax.errors import ConfigError
+from surojax.errors import ConfigError, shown
 from surojax.families.neutral import OFF, UNREAD, is_empty
 from surojax.families.registry import IMAGE_TEXT_FAMILIES
 
@@ -58,10 +58,16 @@ def text_config(config: dict[str, Any]) -> dict[str, Any]:
             f"model_path: config.json has {', '.join(unknown)}, which may change what the model computes and is not "
             f"known for {family}"
         )
+    tied = config.get("tie_word_embeddings")
+    if not isinstance(tied, bool | None):
+        raise ConfigError(
+            "model_path: config.json: tie_word_embeddings: expected true or false beside text_config, got "
+            f"{shown(tied)}; fetch it again"
+        )
     IMAGE_TEXT_FAMILIES[family].check_text(text | {"model_type": model_type})
     text_keys = {key: value for key, value in text.items() if key not in ("architectures", "transformers_version")}
     text_keys |= {key: config[key] for key in OF_BOTH if config.get(key) is not None}
-    if config.get("tie_word_embeddings") is False:
+    if tied is False:
         text_keys["tie_word_embeddings"] = False
     return text_keys | {"model_type": model_type}
 

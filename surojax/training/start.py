@@ -69,7 +69,7 @@ def find_start(c: Config, setup: Setup) -> Start:
         eval_batch_size=batch_size,
         rows=choice.rows,
         together=choice.together,
-        routes=TokenRoutes.of(c),
+        routes=TokenRoutes.of(c, setup.model.layers_with_experts),
         is_scored=choice.num_labels > 0,
         say=say,
     )
