@@ -35,7 +35,7 @@ from surojax.config.flags import parse_flags
 from surojax.convert import check_exportable, convert, keep, keep_template
 from surojax.data.batches import training_batches as training_batches
 from surojax.errors import CheckpointError, ConfigError, Refused, StepError, ends_with_code, exit_codes, need
-from surojax.exchange.sources import keeps, replaced_fields, resolved
+from surojax.exchange.sources import keeps, naming, replaced_fields, resolved
 from surojax.inference.trained_model import has_template
 from surojax.memory import nvme
 from surojax.memory.aligned import share_arenas
@@ -279,8 +279,15 @@ def train(
             say(write_page(setup.output_dir, setup.need, classes, predicted, len(devices), measured))
         say(f"checkpoint: {checkpoints.last}")
         if c.lora:
-            say(f"adapter: {write_adapter(c, run, done.state.master, start.identity.get('base', ''))}")
+            say(adapter_line(c, run, start, done.state.master))
         return Result(done.state, done.history, checkpoints.last, finished, done.stopped_by)
+
+
+def adapter_line(c: Config, run: Assembly, start: Start, master: dict) -> str:
+    """Writes a state's adapters; says where, and of which class of transformers' they name the modules, if of two."""
+    folder = write_adapter(c, run, master, start.identity.get("base", ""))
+    whole = ", for the model that transformers' AutoModelForImageTextToText makes" if naming(c).in_whole else ""
+    return f"adapter: {folder}{whole}"
 
 
 def guarded(callbacks: Sequence[Callback]) -> Sequence[Callback]:
@@ -297,7 +304,7 @@ def nothing_left(c: Config, run: Assembly, setup: Setup, start: Start, patience:
     say(f"nothing left to train: {reached}; {why}")
     state = restored(c, run, start.resume, setup.initial)
     if c.lora:
-        say(f"adapter: {write_adapter(c, run, state.master, start.identity.get('base', ''))}")
+        say(adapter_line(c, run, start, state.master))
     return Result(state, [], start.resume, True, "" if is_at_end else patience.reason)
 
 

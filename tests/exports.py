@@ -153,7 +153,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "norm_topk_prob": False,
     },
 }
-ADAPTED = ("gemma4_text inputs",)  # those with matrices of their own, which are also exported with adapters
+# Those with matrices or layers of their own, which are also exported with adapters.
+ADAPTED = ("gemma4_text inputs", "nemotron_h dense")
 FOLDERS = ("float32", "bfloat16", "float16", "fp8", "nvfp4", "mxfp4")
 KINDS = (*FOLDERS, "made", "merged", "adapter", "gguf")
 LAYOUTS = ("apart", "together")

@@ -7,6 +7,7 @@ import dataclasses
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import chex
 import jax
@@ -14,13 +15,14 @@ import ml_dtypes
 import numpy as np
 import pytest
 import safetensors.numpy
-from commands import convert
+from commands import convert, train as command
 from small import CONFIG, Small, needs, plain_model
 from test_export import run_config, tensors_in
 from test_huggingface import config, save_tokenizer, stored, write
 
 from surojax import ConfigError, read_metrics, train
 from surojax.assembly.from_config import architecture, from_config, lora, model as model_of
+from surojax.config.fields import default_config
 from surojax.exchange import merge, model_tensors, peft
 from surojax.exchange.adapter_config import labels_of_adapter
 from surojax.exchange.base import fingerprint
@@ -116,6 +118,19 @@ def test_beside_an_image_encoder_names_are_those_of_the_whole_model(tmp_path):
     safetensors.numpy.save_file(tensors | {tower: tensors[f"{of_text}.lora_A.weight"]}, out / peft.TENSORS)
     with pytest.raises(ConfigError, match=r"got base_model\.model\.model\.vision_tower"):
         peft.read_adapter(out, model)
+
+
+def test_a_run_says_of_which_class_its_adapter_names_the_modules(tmp_path, monkeypatch):
+    """Of Qwen3.5, transformers' AutoModelForCausalLM makes the language model alone, with other names."""
+    monkeypatch.setattr(command, "write_adapter", lambda *_: tmp_path / "adapter")
+    c = default_config()
+    c.model_path = str(write(tmp_path / "base", "llama"))
+    line = lambda: command.adapter_line(c, None, SimpleNamespace(identity={}), {})
+    assert line() == f"adapter: {tmp_path}/adapter"
+    text = json.loads((tmp_path / "base/config.json").read_text()) | {"model_type": "qwen3_5_text"}
+    whole = {"model_type": "qwen3_5", "text_config": text, "vision_config": {}}
+    (tmp_path / "base/config.json").write_text(json.dumps(whole))
+    assert line().startswith(f"adapter: {tmp_path}/adapter, for ") and "AutoModelForImageTextToText" in line()
 
 
 def test_target_modules_in_every_spelling(tmp_path):

@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 
 import chex
+import jax
 import numpy as np
 import pytest
 import safetensors.numpy
@@ -17,6 +18,8 @@ from test_export import run_config
 from test_huggingface import save_tokenizer
 
 from surojax import read_metrics, train
+from surojax.assembly import from_config
+from surojax.config.adapters import check_adapters
 from surojax.config.fields import kinds
 from surojax.exchange import config_json, peft
 from surojax.exchange.export import export
@@ -38,6 +41,7 @@ FAMILIES = (
     "muse_glimmer_text",
     "granitemoehybrid",
     "nemotron_h",
+    "nemotron_h dense",
     "gemma4_text",
     "gemma4_text inputs",
 )
@@ -53,6 +57,28 @@ def folder_of(path: Path, family: str) -> Path:
     export(Drawn(model), model, config_json.completed(config, "float32"), {}, path, dtype="float32")
     save_tokenizer(path / "tokenizer.json")
     return path
+
+
+OF_MLP, OF_ATTENTION = {"mlp.w_up", "mlp.w_down"}, {f"attention.w{x}" for x in "qkvo"}
+OF_EXPERTS = {"mlp.shared.w_up", "mlp.shared.w_down"}
+OF_LAYERS: dict[str, dict[str, set[str]]] = {
+    "nemotron_h dense": {"mamba2": {"mamba.w_in"}, "mlp": OF_MLP, "blocks": OF_ATTENTION},
+    "nemotron_h": {"mamba2": {"mamba.w_in"}, "mlp": OF_MLP, "experts": OF_EXPERTS, "blocks": OF_ATTENTION},
+}
+
+
+@pytest.mark.parametrize("family", OF_LAYERS)
+def test_layers_of_each_kind_have_their_adapters(family):
+    """In models whose MLPs are layers by themselves, with experts elsewhere in the model, and without any."""
+    c, _ = model_of(config_of(Case(family, "apart", "float32")))
+    c.lora, c.lora_target_modules = True, ALL_LINEAR
+    check_adapters(c)
+    names = {segment.name: jax.tree.leaves(segment.params) for segment in from_config.model(c).segments}
+    ends = "_lora.a"
+    found = {
+        name: {p.name.removesuffix(ends) for p in params if p.name.endswith(ends)} for name, params in names.items()
+    }
+    assert found == OF_LAYERS[family]
 
 
 @pytest.mark.full

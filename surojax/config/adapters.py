@@ -26,12 +26,12 @@ def check_adapters(c: Config) -> None:
         need(name.strip() in SAVED, "modules_to_save", f"names among {', '.join(SAVED)}", name.strip(), "correct it")
     names = target_names(c.lora_target_modules, layers)
     _check_rank(c, (target for target in known if target.matrix in names))
+    has_experts = any(layer.mlp.has_experts for layer in layers)
     for layer in layers if len(layers) > 1 else ():
         expected = "a matrix of every layer, whatever its mixer, with experts and without"
         own = {target.matrix for target in adaptable([layer])}
-        is_adapted = bool(own & {*names_in_layers(names, with_experts=layer.mlp.has_experts)})
-        need(is_adapted, "lora_target_modules", expected, c.lora_target_modules, "name one of each")
-    has_experts = any(layer.mlp.has_experts for layer in layers)
+        of_layer = names_in_layers(names, with_experts=layer.mlp.has_experts) if has_experts else names
+        need(bool(own & {*of_layer}), "lora_target_modules", expected, c.lora_target_modules, "name one of each")
     if has_experts and (of_mlps := [name for name in names if is_of_mlp(name)]):
         _check_beside_experts(c, of_mlps, known)
 

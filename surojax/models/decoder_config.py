@@ -274,7 +274,7 @@ class DecoderConfig:
         def of_layers(mixer: str, is_dense: bool) -> DecoderConfig:
             changes: dict[str, Any] = {"layer_types": mixer} if self.layer_types else {}
             is_dense = is_dense or (self.one_purpose and mixer != EXPERTS)
-            if dense or self.one_purpose:
+            if dense or (self.one_purpose and self.num_experts):
                 changes["lora"] = self.lora and self.lora.of_layers(with_experts=not is_dense)
             if is_dense:
                 changes |= dict.fromkeys(OF_EXPERTS, 0)
