@@ -49,7 +49,7 @@ WITHOUT_GLOBAL_SCALES = {(family, "nvfp4") for family in (*OF_EXPERTS, *OF_LATEN
 # All kinds of one family with experts, and each kind of all families.
 GROUPS = {"mixtral": [case for case in cases() if case.family == "mixtral"]}
 GROUPS |= {kind: [case for case in cases() if case.kind == kind] for kind in KINDS}
-QUICK = ("mixtral", "float32", "made", "gguf")
+QUICK = ("mixtral", "float32", "made", "gguf", "adapter")
 
 
 @pytest.mark.parametrize("group", quick_at([(name,) for name in GROUPS], *map(list(GROUPS).index, QUICK)))
