@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 
 import pytest
-from exports import Case, cases, digest, key, make
+from exports import KINDS, cases, digest, key, make
 from small import quick_at
 
 from surojax.families.registry import FAMILIES
@@ -46,19 +46,17 @@ OF_EXPERTS = ("olmoe", "mixtral", "qwen3_moe", "glm4_moe", "qwen3_5_moe_text", "
 WITHOUT_GLOBAL_SCALES = {(family, "nvfp4") for family in (*OF_EXPERTS, *OF_LATENTS)}
 
 
-def is_quick(case: Case) -> bool:
-    """True for the cases of `pytest`: of each family one kind, and all kinds of one family with experts."""
-    return case.kind == "float32" or case.family == "mixtral"
+# All kinds of one family with experts, and each kind of all families.
+GROUPS = {"mixtral": [case for case in cases() if case.family == "mixtral"]}
+GROUPS |= {kind: [case for case in cases() if case.kind == kind] for kind in KINDS}
+QUICK = ("mixtral", "float32", "made", "gguf", "adapter")
 
 
-CASES = sorted(cases(), key=is_quick)
-
-
-@pytest.mark.parametrize(
-    "case", quick_at([(case,) for case in CASES], *(i for i, x in enumerate(CASES) if is_quick(x)))
-)
-def test_names_shapes_and_settings_are_those_that_transformers_accepted(tmp_path, case):
-    assert digest(make(case, tmp_path)) == VERDICTS[key(case)]["digest"]
+@pytest.mark.parametrize("group", quick_at([(name,) for name in GROUPS], *map(list(GROUPS).index, QUICK)))
+def test_names_shapes_and_settings_are_those_that_transformers_accepted(tmp_path, group):
+    """Of all FAMILIES and their variants: names of tensors, keys of config.json and of GGUF's metadata, their values."""
+    found = {key(case): digest(make(case, tmp_path / str(i))) for i, case in enumerate(GROUPS[group])}
+    assert found and found == {name: VERDICTS[name]["digest"] for name in found}
 
 
 def test_transformers_accepted_every_export():
