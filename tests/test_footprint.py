@@ -453,6 +453,25 @@ def test_kernels_that_cannot_run_are_refused(changes, capability, said):
     assert footprint.needs(c, c.gpus, "gpu").device
 
 
+EIGHT_LAYERS = "model.num_hidden_layers=8 gradient_accumulation_steps=2"
+
+
+@pytest.mark.parametrize(
+    "changes, compiled",
+    [
+        ("", 19.62),
+        (f"{EIGHT_LAYERS} microbatches_per_fetch=1", 19.31),
+        (f"{EIGHT_LAYERS} microbatches_per_fetch=2", 19.46),
+        (f"{EIGHT_LAYERS} microbatches_per_fetch=1 overlap_update=False", 11.30),
+    ],
+)
+def test_layers_of_several_kinds_need_what_was_compiled(changes, compiled):
+    """GiB of Qwen3.5 9B with all offloads, as compiled for an RTX 4090 on 2026-11-29, within 5 %."""
+    given = flags.load_config(str(CONFIGS / "qwen3_5_9b.py"))
+    c = checked(apply(given, f"gpus=1 {changes}"), "rtx4090")
+    assert footprint.needs(c, 1, "gpu").device / GiB == pytest.approx(compiled, rel=0.05)
+
+
 def test_a_run_that_fits_gets_its_estimate():
     c = small()
     run = plan(c)

@@ -201,6 +201,7 @@ def working_space(
         # Layers in flight: one on its way back, one updated, one to update, one on its way to the device. The factors
         # are fitted to compiled steps of 7B on an RTX 4090 and an H200.
         update = max(int(3.5 * segment.layer_state + 0.7 * segment.saved) for segment in segments)
+        update += _other_kinds(run, segments)
     elif bytes_per_device(run.plan, NVME):
         # All tensors of a layer are updated by one program, after the update of the outer layers.
         update = layer_state + max(segment.weights for segment in segments) - outer_grads - kept_bytes
@@ -210,6 +211,17 @@ def working_space(
     embedding = _embedding(run, segments, x_bytes)
     early = min(engine.table.device_memory, layer_state) if engine.table.in_files else 0  # file_step.on_their_way
     return max(block + in_layer, _head(run, batch, platform), embedding, update) + 2 * x_bytes + of_stages + early
+
+
+def _other_kinds(run: Assembly, segments: list[SegmentBytes]) -> int:
+    """Bytes of layers of the other segments of a stretch while one's are updated, with `overlap_update`.
+
+    Each has layers of its own on their way (step/overlap.py): one with its state before the update, one with that after
+    it, and the gathered weights of that one.
+    """
+    on_way = {s.name: 2 * x.layer_state + x.fetched for s, x in zip(run.model.segments, segments, strict=True)}
+    of_stretches = [[on_way[segment.name] for segment in stretch] for stretch in run.model.stretches]
+    return max(sum(sizes) - max(sizes) for sizes in of_stretches)
 
 
 def _in_flight(
