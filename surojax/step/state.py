@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from surojax.memory.by_host import by_host
 from surojax.memory.host import join_parts, parts, put, read, write_layer
 from surojax.memory.in_file import InFiles, TableInFile, has_room
 from surojax.models.model import Model, Segment
@@ -19,7 +20,6 @@ from surojax.placement.home import DEVICE, HOST
 from surojax.placement.mesh import pipeline_stages
 from surojax.placement.param import OUTER, base, part_of, trainable, with_part
 from surojax.step import padding
-from surojax.step.by_host import by_host
 
 
 class Progress(NamedTuple):

@@ -58,7 +58,7 @@ class StepParts:
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), scalars)
 
     def program(
-        self, per_device: Callable, arguments: tuple, results: Any, *, batch: bool = True, donated: tuple[int, ...] = ()
+        self, per_device: Callable, arguments: tuple, results: Any, donated: tuple[int, ...] = (), *, batch: bool = True
     ) -> Any:
         """Jits a function of these arguments, and of a step's batch unless batch=False; see `jitted`."""
         batch_arrays = len(self.engine.batch_arrays) if batch else 0
