@@ -223,7 +223,7 @@ class LayerGradients(StepGradients):
 
     def planned_grads(self, segment: str):
         """Plans a layer's gradients, a round of each stack."""
-        stacks = self.step.planned_gradients(segment)
+        stacks = self.step.planned_gradients[segment]
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct((1, *x.shape[1:]), x.dtype, sharding=x.sharding), stacks)
 
     def file_bytes(self, segment: str) -> Counter[str]:

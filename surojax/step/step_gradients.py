@@ -86,7 +86,7 @@ class WholeGradients(StepGradients):
 
     def __init__(self, step: StepParts):
         segments = [segment.name for segment in step.engine.model.segments]
-        super().__init__(step, {name: step.planned_gradients(name) for name in segments})
+        super().__init__(step, part_of(step.planned_gradients, dict.fromkeys(segments)))
 
         def per_device(outer, progress, blocks, *batch):
             weights = {**blocks, OUTER: outer.weights}

@@ -1,6 +1,7 @@
 """The parts that all kinds of training steps share: gradients, update, and plans of arguments and results."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -35,8 +36,9 @@ class StepParts:
         """Plans a step's metrics."""
         return plan_metrics(self.engine, self.mesh)
 
-    def planned_gradients(self, name: str):
-        """Plans a section's gradients: sharded as master weights, the blocks' in the accumulators' home.
+    @functools.cached_property
+    def planned_gradients(self) -> dict[str, Any]:
+        """The plan of gradients by section: sharded as master weights, the blocks' in the accumulators' home.
 
         What goes on to a file is in host memory.
         """
@@ -49,7 +51,8 @@ class StepParts:
             return jax.ShapeDtypeStruct(master.shape, row.dtype, sharding=sharding)
 
         layouts = self.engine.layouts
-        return jax.tree.map(one, self.plan.master[name], specs(layouts.master)[name], layouts.grads[name])
+        trees = self.plan.master, specs(layouts.master), layouts.grads
+        return {name: jax.tree.map(one, *(tree[name] for tree in trees)) for name in self.plan.master}
 
     def planned_scalars(self):
         """Plans the results of `Update.scalars`."""

@@ -30,7 +30,7 @@ def without_tables(outer: TensorState) -> TensorState:
 def planned_gradients(step: StepParts) -> dict[str, jax.ShapeDtypeStruct]:
     """Plans the gradients of tables in files, by name."""
     names = tables_in_files(section(step.plan, OUTER))
-    return part_of(step.planned_gradients(OUTER), dict.fromkeys(names)) if names else {}
+    return part_of(step.planned_gradients[OUTER], dict.fromkeys(names)) if names else {}
 
 
 class Tables:
