@@ -1,4 +1,4 @@
-"""Loss and gradients by programs of one layer, which the host runs one after another (by_host.py).
+"""Loss and gradients by programs of one layer, which the host runs one after another (memory/by_host.py).
 
 A layer's residuals and gradients are results of one program and arguments of another. So they need not stay in memory:
 between the two they rest where the placement table says, in files too.
@@ -17,7 +17,6 @@ With `Engine.overlap_update` the forward pass has w = update(l) of the step befo
 Shape suffixes: A microbatches, B local batch, S sequence (or its part, see outer.py), D hidden size.
 """
 
-import math
 from collections import Counter
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
@@ -88,8 +87,6 @@ class LayerGradients(StepGradients):
         self.saved_as: dict[tuple[str, Variant], Any] = {}  # structure of what a block saves
         self.of_devices = OfDevices(step.plan.step.sharding.mesh)
         self.kinds = list(self.layers.values())
-        gradients = jax.tree.leaves([self.planned_grads(name) for name in self.segments])
-        self.largest = max(math.prod(x.sharding.shard_shape(x.shape)) for x in gradients)
         kinds = dict.fromkeys(self.kinds)
         described = {
             "begin": self._begin(),
@@ -397,7 +394,7 @@ class LayerGradients(StepGradients):
             of_end, _ = jax.lax.scan(microbatch, totals.only(("d_outer",)), rows)
             totals = totals.updated(of_end).after_backward([dxs_ABSD])
             done = verbs.finish(self.engine, {}, {}, totals, batch, scale, progress)
-            return self.finished(outer, done, self.largest)
+            return self.finished(outer, done)
 
         any_of = self.of_devices.any_of
         arguments = (*self.donated, any_of(), any_of(), any_of())

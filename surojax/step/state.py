@@ -121,7 +121,7 @@ def layer_of(plan):
 
 
 def build_stacks(weights, others, layer: Callable, inputs: Callable[[int], Any]):
-    """Stacked (work weights, other arrays), in memory and in files, of one layer after another (by_host.py).
+    """Stacked (work weights, other arrays), in memory and in files, of one layer after another (memory/by_host.py).
 
     weights, others: their plans. layer: a function (inputs, l) -> (work weights before the cast, other arrays) of layer
     l, compiled once for each part of the work weights. inputs: a function l -> inputs, which a thread calls while the
