@@ -1,8 +1,8 @@
 """A training step with tensor classes in a file on NVMe.
 
 The step has a program for the gradients, or programs of a layer for them (layer_gradients.py), and one for the update
-of a layer, which the host runs for one layer after another (memory/by_host.py). Embedding and head are updated before the
-layers are; if their state is in files, in pieces (tables.py).
+of a layer, which the host runs for one layer after another (memory/by_host.py). Embedding and head are updated before
+the layers are; if their state is in files, in pieces (tables.py).
 
 The stages of `pp` update a layer each at a time, in a round: layer l of every stage's stacks. The last rounds may have
 none of the last stage, whose padding there (step/padding.py) is zeros before and after.

@@ -26,8 +26,8 @@ class StepGradients:
     "scalars", "l"}, read by the update of each layer; l starts at 0 in each segment. of_tables: gradients of tables
     with state in files.
 
-    functions: the programs by name. largest: see `Update.outer`. Other methods say how the updates of layers read gradients: here they are stacks of
-    all layers in memory, in update_inputs.
+    functions: the programs by name. largest: see `Update.outer`. Other methods say how the updates of layers read
+    gradients: here they are stacks of all layers in memory, in update_inputs.
     """
 
     functions: dict[Any, Any]
