@@ -36,7 +36,8 @@ from surojax.placement.home import DEVICE
 from surojax.placement.param import OUTER, part_of, with_part
 from surojax.run.checksum import checksums, name_of
 from surojax.run.on_disk import array_spec, read_meta, readable, written_by
-from surojax.step.state import TrainState, cast_to_plan, shardings, work_weights
+from surojax.step.first_state import work_weights
+from surojax.step.state import TrainState, cast_to_plan, shardings
 
 
 def restore(
