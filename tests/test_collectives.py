@@ -28,7 +28,8 @@ from surojax.placement.mesh import DATA, SHARD, make_mesh
 from surojax.placement.param import Kind, Param
 from surojax.planner import check_fit, footprint
 from surojax.planner.traffic import BatchShape
-from surojax.step.state import shardings, work_weights
+from surojax.step.first_state import work_weights
+from surojax.step.state import shardings
 from surojax.step.state_plan import bytes_per_device
 
 BATCHES = [tokens(2, 8, 24, seed=i) for i in range(10)]

@@ -32,7 +32,7 @@ from surojax.placement.table import Storage, place
 from surojax.planner import footprint, hlo, products, stages, step_collectives, traffic
 from surojax.planner.gpus import GPUS
 from surojax.planner.layer_sizes import patterns
-from surojax.step import state
+from surojax.step import first_state, state
 from surojax.step.padding import padded
 from surojax.step.stage_layers import of_stage
 from surojax.train import train
@@ -228,7 +228,7 @@ def test_resident_layers_are_the_first_of_each_stage():
         )
         return weights, (master, jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), state.layer_of(planned.moments)))
 
-    weights, (master, _) = state.build_stacks(planned.weights, others, layer, lambda l: l)
+    weights, (master, _) = first_state.build_stacks(planned.weights, others, layer, lambda l: l)
     numbers = {part.start: np.asarray(part.stack["mlp"]["w_up"])[:, 0, 0].tolist() for part in host.parts(weights)}
     assert numbers == {0: [0, 3], 2: [1, 2, 4, 5]}
     assert np.asarray(master["mlp"]["w_up"])[:, 0, 0].tolist() == [0, 1, 2, 3, 4, 5]

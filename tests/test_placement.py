@@ -26,7 +26,8 @@ from surojax.placement import table as placement
 from surojax.placement.layout import MESH_AXES, batch_sharding
 from surojax.placement.mesh import SHARD, find_devices, make_mesh
 from surojax.placement.param import Kind
-from surojax.step.state import layer_function, layer_program, section
+from surojax.step.first_state import layer_function, layer_program
+from surojax.step.state import section
 from surojax.step.state_plan import bytes_per_device
 
 

@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from surojax.memory.by_host import by_host
 from surojax.memory.host import put
 from surojax.placement.home import DEVICE, HOST
-from surojax.step.by_host import by_host
 from surojax.step.passes import Lane
 from surojax.step.stream import Stream, sweep
 

@@ -23,10 +23,11 @@ from surojax.placement.mesh import pipeline_stages
 from surojax.placement.param import Param
 from surojax.placement.table import Mesh, Placement
 from surojax.step import complete, train_step as step
+from surojax.step.first_state import init_state, load_state
 from surojax.step.layer_gradients import StacksInFiles, planned_files
 from surojax.step.spec import Engine, StepSettings
 from surojax.step.stage_layers import of_stage
-from surojax.step.state import TrainState, init_state, load_state
+from surojax.step.state import TrainState
 from surojax.step.state_plan import state_plan, with_device_memory
 
 DEFAULT = StepSettings()
@@ -65,7 +66,7 @@ class Assembly:
     def load_state(
         self, layer: Callable, outer: Callable, seed: int = 0, *, reads_adapters: bool = False
     ) -> TrainState:
-        """Makes a state before the first step with weights read layer by layer; see `state.load_state`."""
+        """Makes a state before the first step with weights read layer by layer; see `first_state.load_state`."""
         run_parts = self.model, self.plan, self.optimizer
         return load_state(*run_parts, layer, outer, seed, reads_adapters=reads_adapters)
 

@@ -329,7 +329,7 @@ class Model:
         return sizes[OUTER] + sum(segment.num_layers * sizes[segment.name] for segment in self.segments)
 
     def init(self, seed: int | jax.Array) -> dict:
-        """Random float32 parameters by section, all at once; `state.init_state` builds them layer by layer."""
+        """Random float32 parameters by section, all at once; `first_state.init_state` builds them layer by layer."""
 
         def stack(segment: Segment):
             return jax.vmap(lambda l: segment.init(seed, l))(jnp.arange(segment.num_layers))

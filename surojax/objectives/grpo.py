@@ -40,6 +40,7 @@ from surojax.objectives.objective import (
     at_tokens,
     num_groups,
     of_sequences,
+    sums_where,
 )
 from surojax.parallel.collectives import varying
 from surojax.placement.mesh import AXES
@@ -133,9 +134,7 @@ class Grpo(OfLogProbabilities):
         if s.grpo_loss_type == "dapo":
             tokens = 1.0
         divisor = s.max_completion_length if s.grpo_loss_type == "dr_grpo" else tokens
-        terms = [losses_BS / divisor, *(x_BS / tokens for x_BS in numbers)]
-        sums = (jnp.sum(jnp.where(counted_BS, x_BS, 0.0)) for x_BS in terms)
-        return dict(zip(("loss", *self.metrics), sums, strict=True))
+        return sums_where(counted_BS, self.metrics, [losses_BS / divisor, *(x_BS / tokens for x_BS in numbers)])
 
 
 def _exp(x: jax.Array) -> jax.Array:

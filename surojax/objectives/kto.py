@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from surojax.declared import POSITIVE, Facts, declare
-from surojax.objectives.objective import DESIRABLE, REFERENCE, ObjectiveChoice, OfSequences, Sequences, Sums
+from surojax.objectives.objective import DESIRABLE, REFERENCE, ObjectiveChoice, OfSequences, Sequences, Sums, sums_where
 from surojax.parallel.collectives import add_up
 from surojax.placement.mesh import BATCH
 
@@ -57,8 +57,7 @@ class KtoLoss:
         weights_P = jnp.where(is_desirable_P, self.settings.desirable_weight, self.settings.undesirable_weight)
         losses_P = weights_P * jax.nn.sigmoid(-margins_P)  # 1 - sigmoid(x) = sigmoid(-x)
         numbers = (losses_P, jnp.broadcast_to(kl, losses_P.shape), margins_P, (margins_P > 0).astype(jnp.float32))
-        sums = (jnp.sum(jnp.where(is_answer_P, x_P, 0.0)) for x_P in numbers)
-        return dict(zip(("loss", *self.metrics), sums, strict=True))
+        return sums_where(is_answer_P, self.metrics, numbers)
 
 
 def _mean(x_P: jax.Array, counted_P: jax.Array) -> jax.Array:

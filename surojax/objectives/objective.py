@@ -18,7 +18,7 @@ of the vocabulary on one device, B rows, n sequences of a row, S positions of wh
 
 import abc
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 
 import jax
@@ -390,6 +390,12 @@ def _sums_of_rows(x: jax.Array, starts: jax.Array | None, devices: int = 1) -> j
     sequences = starts.reshape(rows.shape) + places * jnp.arange(len(rows), dtype=starts.dtype)[:, None]
     zeros = mark_varying(jnp.zeros((len(rows) * places, 1), x.dtype), varying_axes(x))
     return add_rows(zeros, sequences.reshape(-1), rows.reshape(-1, 1)).reshape(*x.shape[:-1], -1)
+
+
+def sums_where(counted: jax.Array, metrics: Sequence[str], numbers: Iterable[jax.Array]) -> Sums:
+    """Sums of a loss and of metrics over the terms that count. metrics: names of all numbers but the first."""
+    sums = (jnp.sum(jnp.where(counted, x, 0.0)) for x in numbers)
+    return dict(zip(("loss", *metrics), sums, strict=True))
 
 
 def once(sums: Sums) -> Sums:

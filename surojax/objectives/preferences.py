@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from surojax.declared import POSITIVE, Facts, Range, declare
-from surojax.objectives.objective import REFERENCE, ObjectiveChoice, OfSequences, Sequences, Sums
+from surojax.objectives.objective import REFERENCE, ObjectiveChoice, OfSequences, Sequences, Sums, sums_where
 
 BELOW_HALF = Range(
     "0 or more and below 0.5", "0.5 says nothing about which answer is better", least=0, most=math.nextafter(0.5, 0)
@@ -144,8 +144,7 @@ def pair_sums(losses_P: jax.Array, chosen_P: jax.Array, rejected_P: jax.Array, i
     """The sums of losses and `METRICS` from the rewards of both answers. is_pair_P: False of what fills up a batch."""
     margins_P = chosen_P - rejected_P
     numbers = (losses_P, chosen_P, rejected_P, margins_P, (margins_P > 0).astype(jnp.float32))
-    sums = (jnp.sum(jnp.where(is_pair_P, x_P, 0.0)) for x_P in numbers)
-    return dict(zip(("loss", *METRICS), sums, strict=True))
+    return sums_where(is_pair_P, METRICS, numbers)
 
 
 def choice(scores: Callable[..., Scores], *options: str, has_reference: bool = False) -> ObjectiveChoice:

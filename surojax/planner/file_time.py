@@ -1,4 +1,4 @@
-"""The time of a step with tensor classes in files, whose programs the host runs one after another (step/by_host.py).
+"""The time of a step with tensor classes in files, whose programs the host runs one after another (memory/by_host.py).
 
 A pass over layers takes as long as its programs, as its files, or as what the host puts on the device for it, whichever
 takes longest: those of a layer overlap with those of the layers beside it. Nothing hides the first layer that a pass

@@ -35,6 +35,7 @@ from orbax.checkpoint.checkpoint_managers import preservation_policy as policies
 import surojax
 from surojax.cluster.hosts import processes_here
 from surojax.errors import CheckpointError
+from surojax.memory.by_host import by_host
 from surojax.memory.in_file import InFile, InFiles, home_of, part_shape
 from surojax.memory.layer_file import Store
 from surojax.placement.home import HOST
@@ -42,7 +43,6 @@ from surojax.placement.param import OUTER, part_of
 from surojax.resources import free_memory
 from surojax.run.checksum import checksums, name_of
 from surojax.run.on_disk import FOLDER, Translate, find, is_held, list_files
-from surojax.step.by_host import by_host
 from surojax.step.state import TrainState
 
 UNFINISHED = ".orbax-checkpoint-tmp"  # behind the name of a folder that is written; one whose write failed stays

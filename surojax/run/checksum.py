@@ -7,11 +7,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from surojax.memory.by_host import by_host
 from surojax.memory.host import move, read
 from surojax.memory.in_file import InFile, InFiles, only_layer
 from surojax.placement.home import DEVICE
 from surojax.placement.param import OUTER
-from surojax.step.by_host import by_host
 
 
 def name_of(path, separator: str = ".") -> str:

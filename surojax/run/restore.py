@@ -25,6 +25,7 @@ import tensorstore as ts
 from orbax.checkpoint import type_handlers
 
 from surojax.errors import CheckpointError
+from surojax.memory.by_host import by_host
 from surojax.memory.host import put
 from surojax.memory.in_file import InFile, InFiles, TableInFile, home_of
 from surojax.memory.layer_file import THREADS
@@ -35,8 +36,8 @@ from surojax.placement.home import DEVICE
 from surojax.placement.param import OUTER, part_of, with_part
 from surojax.run.checksum import checksums, name_of
 from surojax.run.on_disk import array_spec, read_meta, readable, written_by
-from surojax.step.by_host import by_host
-from surojax.step.state import TrainState, cast_to_plan, shardings, work_weights
+from surojax.step.first_state import work_weights
+from surojax.step.state import TrainState, cast_to_plan, shardings
 
 
 def restore(

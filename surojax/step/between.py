@@ -245,12 +245,6 @@ class SegmentFiles:
             return number - first if first else number
         return jnp.searchsorted(jnp.asarray(numbers), number)
 
-    def number(self, index: Any) -> Any:
-        """Converts a layer's index in the segment to its number in the model."""
-        numbers = self.segment.numbers
-        first = numbers[0]
-        return first + index if numbers[-1] - first == len(numbers) - 1 else jnp.asarray(numbers)[index]
-
 
 def layers_in_order(segments: dict[str, SegmentFiles]) -> dict[SegmentLayer, LayerKind]:
     """The kind of each layer of these segments, from the first layer to the last."""

@@ -15,7 +15,8 @@ from surojax.memory.in_file import InFiles
 from surojax.memory.layer_file import Store
 from surojax.parallel.feed import from_host
 from surojax.placement.param import part_of, with_part
-from surojax.step.state import TrainState, work_weights
+from surojax.step.first_state import work_weights
+from surojax.step.state import TrainState
 
 
 def in_memory(state: TrainState) -> list:

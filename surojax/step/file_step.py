@@ -1,8 +1,8 @@
 """A training step with tensor classes in a file on NVMe.
 
 The step has a program for the gradients, or programs of a layer for them (layer_gradients.py), and one for the update
-of a layer, which the host runs for one layer after another (by_host.py). Embedding and head are updated before the
-layers are; if their state is in files, in pieces (tables.py).
+of a layer, which the host runs for one layer after another (memory/by_host.py). Embedding and head are updated before
+the layers are; if their state is in files, in pieces (tables.py).
 
 The stages of `pp` update a layer each at a time, in a round: layer l of every stage's stacks. The last rounds may have
 none of the last stage, whose padding there (step/padding.py) is zeros before and after.
@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from surojax.memory.by_host import by_host
 from surojax.memory.host import move, put, read, write_layer
 from surojax.memory.in_file import InFiles, home_of
 from surojax.models.model import Segment
@@ -25,7 +26,6 @@ from surojax.placement.mesh import pipeline_stages
 from surojax.placement.param import OUTER, part_of, with_part
 from surojax.step import complete
 from surojax.step.between import SegmentLayer, WorkWeights, in_rounds
-from surojax.step.by_host import by_host
 from surojax.step.several_programs import Program, SeveralPrograms
 from surojax.step.state import TensorState, TrainState, from_sections, section
 from surojax.step.state_plan import bytes_per_device

@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 
+from surojax.memory.by_host import by_host
 from surojax.parallel import collectives
 from surojax.placement.home import HOST
 from surojax.placement.mesh import AXES
@@ -12,7 +13,6 @@ from surojax.placement.param import OUTER
 from surojax.placement.table import Mesh
 from surojax.step.batch import Batch
 from surojax.step.between import LayerKind, OfDevices, SegmentFiles, SegmentLayer, layers_in_order
-from surojax.step.by_host import by_host
 from surojax.step.outer import OuterLayers
 from surojax.step.several_programs import Program, SeveralPrograms
 from surojax.step.spec import Engine
@@ -24,7 +24,7 @@ class LayerEvaluation(SeveralPrograms):
     """The step of `train_step.make_eval_step` with weights in files.
 
     Its programs are "begin": (outer weights, *batch) -> activations; for each `LayerKind` (layer's weights as
-    `WorkWeights.planned`, number of the layer in its segment, activations, *batch) -> activations; and "end": (outer
+    `WorkWeights.planned`, number of the layer in the model, activations, *batch) -> activations; and "end": (outer
     weights, activations, *batch) -> (the objective's sums, number of its terms).
     """
 
@@ -49,8 +49,9 @@ class LayerEvaluation(SeveralPrograms):
 
         def compute(layer: SegmentLayer, arrived) -> None:
             kind = self.layers[layer]
+            number = self.segments[kind.segment].segment.numbers[layer.l]
             for i, batch in enumerate(batches):
-                xs[i] = self.run(kind, (stacks[kind.segment][kind.part], arrived), layer.l, xs[i], *batch)
+                xs[i] = self.run(kind, (stacks[kind.segment][kind.part], arrived), number, xs[i], *batch)
 
         by_host(list(self.layers), lambda layer: self.segments[layer.segment].weights.read(layer.l), compute)
         return [self.run("end", weights[OUTER], x, *batch) for x, batch in zip(xs, batches, strict=True)]
@@ -88,10 +89,10 @@ class LayerEvaluation(SeveralPrograms):
     def _layer(self, kind: LayerKind):
         layers = self.segments[kind.segment]
 
-        def per_device(work, l, x, *batch_BS):
+        def per_device(work, number, x, *batch_BS):
             each = Batch.of(self.engine, batch_BS).on_device()
-            w = layers.fetch(kind, work, l)
-            x_BSD = layers.verbs.infer(w, self.of_devices.enter("x", x), layers.number(l), kind.variant, each)
+            w = layers.fetch(kind, work, layers.index(number))
+            x_BSD = layers.verbs.infer(w, self.of_devices.enter("x", x), number, kind.variant, each)
             return self.of_devices.leave("x", x_BSD)
 
         x = self.of_devices.any_of()

@@ -1,4 +1,4 @@
-"""Loss and gradients by programs of one layer, which the host runs one after another (by_host.py).
+"""Loss and gradients by programs of one layer, which the host runs one after another (memory/by_host.py).
 
 A layer's residuals and gradients are results of one program and arguments of another. So they need not stay in memory:
 between the two they rest where the placement table says, in files too.
@@ -17,7 +17,6 @@ With `Engine.overlap_update` the forward pass has w = update(l) of the step befo
 Shape suffixes: A microbatches, B local batch, S sequence (or its part, see outer.py), D hidden size.
 """
 
-import math
 from collections import Counter
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
@@ -25,6 +24,7 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from surojax.memory.by_host import by_host
 from surojax.memory.host import put
 from surojax.memory.in_file import InFile
 from surojax.memory.layer_file import Store
@@ -48,7 +48,6 @@ from surojax.step.between import (
     layers_in_order,
     of_round,
 )
-from surojax.step.by_host import by_host
 from surojax.step.file_step import UpdatingRounds
 from surojax.step.gradients import Sums, outer_sums
 from surojax.step.outer import OuterLayers
@@ -88,16 +87,15 @@ class LayerGradients(StepGradients):
         self.saved_as: dict[tuple[str, Variant], Any] = {}  # structure of what a block saves
         self.of_devices = OfDevices(step.plan.step.sharding.mesh)
         self.kinds = list(self.layers.values())
-        gradients = jax.tree.leaves([self.planned_grads(name) for name in self.segments])
-        self.largest = max(math.prod(x.sharding.shard_shape(x.shape)) for x in gradients)
         kinds = dict.fromkeys(self.kinds)
-        self.functions = {
+        described = {
             "begin": self._begin(),
             **{("forward", kind): self._forward(kind) for kind in kinds},
             "head": self._head(),
             **{("backward", kind): self._backward(kind) for kind in kinds},
             "finish": self._finish(),
         }
+        self.functions = {name: step.program(*x) for name, x in described.items()}
 
     def __call__(self, run: Callable, outer: TensorState, progress: Progress, weights, *batch):
         """Computes a step's gradients and updates the outer layers; returns what `file_step.FileStep` says.
@@ -222,7 +220,7 @@ class LayerGradients(StepGradients):
 
     def planned_grads(self, segment: str):
         """Plans a layer's gradients, a round of each stack."""
-        stacks = self.step.planned_gradients(segment)
+        stacks = self.step.planned_gradients[segment]
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct((1, *x.shape[1:]), x.dtype, sharding=x.sharding), stacks)
 
     def file_bytes(self, segment: str) -> Counter[str]:
@@ -251,7 +249,7 @@ class LayerGradients(StepGradients):
             return [largest] * (LAYERS_IN_FLIGHT - bool(segment))
         return [plans[name] for name, x in self.segments.items() for _ in range(len(x.kinds) - (name == segment))]
 
-    # -- Programs ----------------------------------------------------------------------------------------------------
+    # -- Programs, as the arguments of `StepParts.program` ------------------------------------------------------------
 
     def batch(self, arrays, progress: Progress) -> tuple[Batch, Callable, jax.Array]:
         """Makes (the batch, its `recipe_inputs`, scale of the loss) inside a program."""
@@ -270,7 +268,7 @@ class LayerGradients(StepGradients):
         """A program's results from the values of one device, for `enter`."""
         return self.of_devices.leave(pass_name, (xs_ABSD, carried))
 
-    def _begin(self):
+    def _begin(self) -> tuple:
         def per_device(outer, progress, *arrays):
             batch, recipe_inputs, _ = self.batch(arrays, progress)
             layers = OuterLayers.of(self.engine, {OUTER: outer})
@@ -284,9 +282,9 @@ class LayerGradients(StepGradients):
 
         plan = self.step.plan
         any_of = self.of_devices.any_of
-        return self.step.program(per_device, (plan.weights[OUTER], plan.progress), (any_of(), any_of()))
+        return per_device, (plan.weights[OUTER], plan.progress), (any_of(), any_of())
 
-    def _forward(self, kind: LayerKind):
+    def _forward(self, kind: LayerKind) -> tuple:
         """The program of the forward pass of one layer."""
         name, part, variant = kind
         layers = self.segments[name]
@@ -314,9 +312,9 @@ class LayerGradients(StepGradients):
         any_of = self.of_devices.any_of
         arguments = (layers.weights.planned(part), any_of(), any_of(), plan.progress)
         results = (any_of(), any_of(), in_round(any_of(self.memory_of("residuals"))))
-        return self.step.program(per_device, arguments, results, donated=(1, 2))
+        return per_device, arguments, results, (1, 2)
 
-    def _head(self):
+    def _head(self) -> tuple:
         def per_device(outer, activations, carried, *arrays):
             batch = Batch.of(self.engine, arrays)
             scale = batch.scale()
@@ -342,9 +340,9 @@ class LayerGradients(StepGradients):
 
         any_of = self.of_devices.any_of
         arguments = (self.step.plan.weights[OUTER], any_of(), any_of())
-        return self.step.program(per_device, arguments, (any_of(),) * 3, donated=(1, 2))
+        return per_device, arguments, (any_of(),) * 3, (1, 2)
 
-    def _backward(self, kind: LayerKind):
+    def _backward(self, kind: LayerKind) -> tuple:
         """The program of the backward pass of one layer."""
         name, part, variant = kind
         layers = self.segments[name]
@@ -378,9 +376,9 @@ class LayerGradients(StepGradients):
         any_of = self.of_devices.any_of
         kept = in_round(any_of(self.memory_of("residuals")))
         arguments = (layers.weights.planned(part), kept, any_of(), any_of(), plan.progress)
-        return self.step.program(per_device, arguments, (any_of(), any_of(), self.planned_grads(name)), donated=(2, 3))
+        return per_device, arguments, (any_of(), any_of(), self.planned_grads(name)), (2, 3)
 
-    def _finish(self):
+    def _finish(self) -> tuple:
         def per_device(outer, progress, activations, carried, others, *arrays):
             batch, recipe_inputs, scale = self.batch(arrays, progress)
             dxs_ABSD, (_, of_layers, _) = self.enter("backward", activations, carried)
@@ -396,11 +394,11 @@ class LayerGradients(StepGradients):
             of_end, _ = jax.lax.scan(microbatch, totals.only(("d_outer",)), rows)
             totals = totals.updated(of_end).after_backward([dxs_ABSD])
             done = verbs.finish(self.engine, {}, {}, totals, batch, scale, progress)
-            return self.finished(outer, done, self.largest)
+            return self.finished(outer, done)
 
         any_of = self.of_devices.any_of
         arguments = (*self.donated, any_of(), any_of(), any_of())
-        return self.step.program(per_device, arguments, self.results, donated=(0, 1))
+        return per_device, arguments, self.results, (0, 1)
 
 
 def planned_files(step: StepParts, store: Store, batch: tuple[int, int, int] | None) -> StacksInFiles:

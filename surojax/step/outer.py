@@ -161,14 +161,11 @@ class OuterLayers:
             return objective.sums(self.values(objective.of_tokens, x_BSD, targets), targets)
         if isinstance(objective, Labelling):
             return objective.sums(self.model, self.weights, x_BSD, self.chunks)
-        x_CND = x_BSD.reshape(self.chunks, -1, x_BSD.shape[-1])
-        targets_CN = {
-            name: array.reshape(self.chunks, x_CND.shape[1], *array.shape[2:]) for name, array in targets.items()
-        }
+        x_CND, targets_CN = self._slices(x_BSD, targets)
 
         def chunk(c, total):
-            slice_targets = {name: chunked[c] for name, chunked in targets_CN.items()}
-            return total + objective.loss(self.model, self.weights, x_CND[c], slice_targets, self.axes)
+            slice_targets, x_ND = jax.tree.map(lambda v: v[c], (targets_CN, x_CND))
+            return total + objective.loss(self.model, self.weights, x_ND, slice_targets, self.axes)
 
         return {"loss": jax.lax.fori_loop(0, self.chunks, chunk, varying(jnp.float32(0), AXES))}
 
@@ -178,16 +175,18 @@ class OuterLayers:
 
     def values(self, of_tokens: OfTokens, x_BSD: jax.Array, targets: dict[str, jax.Array]) -> jax.Array:
         """Computes one number per token of this device, float32 `[B, S]`, in slices as the loss."""
-        labels_BS = targets[LABELS]
-        x_CND = x_BSD.reshape(self.chunks, -1, x_BSD.shape[-1])
-        labels_CN = labels_BS.reshape(self.chunks, -1)
+        x_CND, labels_CN = self._slices(x_BSD, targets[LABELS])
 
         def chunk(c, value_CN):
             value_N = of_tokens.value(self.model, self.weights, x_CND[c], {LABELS: labels_CN[c]}, self.axes)
             return value_CN.at[c].set(varying(value_N, AXES))
 
         zeros = varying(jnp.zeros(labels_CN.shape, jnp.float32), AXES)
-        return jax.lax.fori_loop(0, self.chunks, chunk, zeros).reshape(labels_BS.shape)
+        return jax.lax.fori_loop(0, self.chunks, chunk, zeros).reshape(targets[LABELS].shape)
+
+    def _slices(self, *of_tokens: Any) -> Any:
+        """Divides trees of arrays `[B, S, ...]` into slices of tokens, `[C, N, ...]`."""
+        return jax.tree.map(lambda v: v.reshape(self.chunks, -1, *v.shape[2:]), of_tokens)
 
 
 def embed(model: Model, table_vD: jax.Array, tokens_BS: jax.Array, axes: Axes = ()) -> jax.Array:

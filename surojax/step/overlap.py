@@ -235,9 +235,8 @@ class OverlappedStep(SeveralPrograms):
     def __init__(self, parts: StepParts):
         super().__init__(parts.mesh, parts.plan)
         self.parts = parts
-        grads = {name: parts.planned_gradients(name) for name in parts.plan.master}
         norm = jax.ShapeDtypeStruct((), jnp.float32, sharding=parts.plan.step.sharding)
-        self.pending = Pending(parts.plan, grads, norm)
+        self.pending = Pending(parts.plan, parts.planned_gradients, norm)
         self.functions = {"gradients": self._gradients(), "step": self._step(), "update": self._update()}
 
     def __call__(self, state: TrainState | Pending, *batch) -> tuple[Pending, dict]:

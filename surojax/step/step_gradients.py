@@ -1,9 +1,11 @@
 """The gradients of a `file_step.FileStep`: by one program here, by programs of a layer in layer_gradients.py."""
 
+import math
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from surojax.memory.host import read
@@ -24,8 +26,8 @@ class StepGradients:
     "scalars", "l"}, read by the update of each layer; l starts at 0 in each segment. of_tables: gradients of tables
     with state in files.
 
-    functions: the programs by name. Other methods say how the updates of layers read gradients: here they are stacks of
-    all layers in memory, in update_inputs.
+    functions: the programs by name. largest: see `Update.outer`. Other methods say how the updates of layers read
+    gradients: here they are stacks of all layers in memory, in update_inputs.
     """
 
     functions: dict[Any, Any]
@@ -37,6 +39,8 @@ class StepGradients:
         self.of_tables = planned_gradients(step)
         self.donated = without_tables(section(step.plan, OUTER)), step.plan.progress
         self.results = *self.donated, step.metrics, self.update_inputs, self.of_tables
+        stacks = [step.planned_gradients[segment.name] for segment in step.engine.model.segments]
+        self.largest = max(math.prod(x.sharding.shard_shape(x.shape)[1:]) for x in jax.tree.leaves(stacks))
 
     def __call__(self, run: Callable, *arguments: Any) -> tuple:
         """Computes the gradients of a step."""
@@ -46,11 +50,11 @@ class StepGradients:
         """Plans the programs for planned arguments of a call, in the order of `functions`."""
         raise NotImplementedError
 
-    def finished(self, outer: TensorState, gradients: Gradients, largest: int) -> tuple:
-        """The results of a call, inside its last program. largest: see `Update.outer`."""
+    def finished(self, outer: TensorState, gradients: Gradients) -> tuple:
+        """The results of a call, inside its last program."""
         update, progress = self.step.update, gradients.progress
         scalars = update.scalars(progress.step, gradients.norm)
-        outer = update.outer(outer, gradients.grads[OUTER], scalars, largest=largest)
+        outer = update.outer(outer, gradients.grads[OUTER], scalars, largest=self.largest)
         grads = {name: gradients.grads[name] for name in self.update_inputs["grads"]}
         update_inputs = {"grads": grads, "scalars": scalars, "l": jnp.int32(0)}
         of_tables = part_of(gradients.grads[OUTER], self.of_tables)
@@ -86,12 +90,12 @@ class WholeGradients(StepGradients):
 
     def __init__(self, step: StepParts):
         segments = [segment.name for segment in step.engine.model.segments]
-        super().__init__(step, {name: step.planned_gradients(name) for name in segments})
+        super().__init__(step, part_of(step.planned_gradients, dict.fromkeys(segments)))
 
         def per_device(outer, progress, blocks, *batch):
             weights = {**blocks, OUTER: outer.weights}
             gradients = step.gradients(weights, *batch, progress=progress)
-            return self.finished(outer, gradients, step.update.largest_in_layer(gradients.grads))
+            return self.finished(outer, gradients)
 
         arguments = *self.donated, {name: step.plan.weights[name] for name in segments}
         self.functions = {"gradients": step.program(per_device, arguments, self.results, donated=(0, 1))}

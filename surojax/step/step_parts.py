@@ -1,6 +1,7 @@
 """The parts that all kinds of training steps share: gradients, update, and plans of arguments and results."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -35,8 +36,9 @@ class StepParts:
         """Plans a step's metrics."""
         return plan_metrics(self.engine, self.mesh)
 
-    def planned_gradients(self, name: str):
-        """Plans a section's gradients: sharded as master weights, the blocks' in the accumulators' home.
+    @functools.cached_property
+    def planned_gradients(self) -> dict[str, Any]:
+        """The plan of gradients by section: sharded as master weights, the blocks' in the accumulators' home.
 
         What goes on to a file is in host memory.
         """
@@ -49,7 +51,8 @@ class StepParts:
             return jax.ShapeDtypeStruct(master.shape, row.dtype, sharding=sharding)
 
         layouts = self.engine.layouts
-        return jax.tree.map(one, self.plan.master[name], specs(layouts.master)[name], layouts.grads[name])
+        trees = self.plan.master, specs(layouts.master), layouts.grads
+        return {name: jax.tree.map(one, *(tree[name] for tree in trees)) for name in self.plan.master}
 
     def planned_scalars(self):
         """Plans the results of `Update.scalars`."""
@@ -58,7 +61,7 @@ class StepParts:
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), scalars)
 
     def program(
-        self, per_device: Callable, arguments: tuple, results: Any, *, batch: bool = True, donated: tuple[int, ...] = ()
+        self, per_device: Callable, arguments: tuple, results: Any, donated: tuple[int, ...] = (), *, batch: bool = True
     ) -> Any:
         """Jits a function of these arguments, and of a step's batch unless batch=False; see `jitted`."""
         batch_arrays = len(self.engine.batch_arrays) if batch else 0

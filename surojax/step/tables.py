@@ -9,13 +9,13 @@ from typing import Any
 
 import jax
 
+from surojax.memory.by_host import by_host
 from surojax.memory.host import put, read, write_layer
 from surojax.memory.in_file import InFiles
 from surojax.optim.optimizer import UpdateContext
 from surojax.placement.home import DEVICE, HOST
 from surojax.placement.param import OUTER, part_of, with_part
 from surojax.step.between import in_rounds
-from surojax.step.by_host import by_host
 from surojax.step.several_programs import Program
 from surojax.step.state import TensorState, section, tables_in_files
 from surojax.step.step_parts import StepParts
@@ -30,7 +30,7 @@ def without_tables(outer: TensorState) -> TensorState:
 def planned_gradients(step: StepParts) -> dict[str, jax.ShapeDtypeStruct]:
     """Plans the gradients of tables in files, by name."""
     names = tables_in_files(section(step.plan, OUTER))
-    return part_of(step.planned_gradients(OUTER), dict.fromkeys(names)) if names else {}
+    return part_of(step.planned_gradients[OUTER], dict.fromkeys(names)) if names else {}
 
 
 class Tables:

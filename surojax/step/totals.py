@@ -62,11 +62,6 @@ class LayerTotals(NamedTuple):
         """Makes the totals of a block's forward computation. routed: its router's results."""
         return cls(statistics=None if routed is None else varying(routed.statistics, AXES))
 
-    @classmethod
-    def of_backward(cls, observed: jax.Array | None) -> "LayerTotals":
-        """Makes the totals of a block's backward computation. observed: see `Segment.block_backward`."""
-        return cls(observed=observed)
-
     def plus(self, other: "LayerTotals") -> "LayerTotals":
         """Adds the totals of another microbatch."""
         return LayerTotals(

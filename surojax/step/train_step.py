@@ -77,7 +77,7 @@ def make_gradients(engine: Engine, optimizer: Optimizer, plan: TrainState, mesh:
         gradients = parts.gradients(weights, *batch, progress=progress)
         return gradients.loss, gradients.grads
 
-    results = (parts.metrics["loss"], {name: parts.planned_gradients(name) for name in plan.master})
+    results = (parts.metrics["loss"], parts.planned_gradients)
     return parts.program(per_device, (plan.weights, plan.progress), results)
 
 

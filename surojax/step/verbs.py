@@ -93,7 +93,7 @@ class LayerVerbs:
         """
         inputs, tokens = each.recipe_inputs(number), each.of_tokens(self.segment, number)
         dw, dx_BSD, observed = self.segment.block_backward(w, saved, (dx_BSD, d_statistics), inputs, variant, *tokens)
-        return dw, dx_BSD, LayerTotals.of_backward(observed)
+        return dw, dx_BSD, LayerTotals(observed=observed)
 
     def infer(self, w, x_BSD: jax.Array, number: Any, variant: Variant, each: Microbatch) -> jax.Array:
         """Returns the layer's output alone: nothing is saved."""

@@ -12,7 +12,7 @@ def by_host[Layer](
     compute: Callable[[Layer, Any], Any],
     write: Callable[[Layer, Any], None] = lambda l, result: None,
 ) -> None:
-    """Calls write(l, compute(l, read(l))) for one layer l after another: a number, or a `SegmentLayer`.
+    """Calls write(l, compute(l, read(l))) for one layer l after another, a number or anything that names one.
 
     While layer l computes, a thread reads the next one and another writes the one before; so four layers are in host
     memory: a prefetched one, the current one before and after, and one that is being written. Errors of read
