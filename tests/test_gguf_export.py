@@ -170,10 +170,15 @@ PIECES += ["▁t", "he", "▁the", "in", "▁▁", "▁", *"thecainxy.,0123"]  #
 PAIRS = ["▁ t", "h e", "▁t he", "i n", "▁ ▁"]
 
 
-def of_pieces(folder: Path, *, prefix: bool, merges: Sequence[str] = PAIRS, normalizer: Any = None) -> Path:
-    """A model's folder with a tokenizer as published files of Llama 2 and Mistral (prefix), or of Gemma, have it."""
+def of_pieces(
+    folder: Path, *, prefix: bool, merges: Sequence[str] = PAIRS, normalizer: Any = None, own: Sequence[str] = ()
+) -> Path:
+    """A model's folder with a tokenizer as published files of Llama 2 and Mistral (prefix), or of Gemma, have it.
+
+    own: further tokens.
+    """
     folder = folder_of(folder, "llama")
-    vocabulary = {token: i for i, token in enumerate(PIECES)}
+    vocabulary = {token: i for i, token in enumerate([*PIECES, *own])}
     pairs: Any = [tuple(pair.split(" ")) for pair in merges]
     made = Tokenizer(models.BPE(vocab=vocabulary, merges=pairs, unk_token="<unk>", fuse_unk=True, byte_fallback=True))
     replace: Any = normalizers.Replace(" ", "▁")
@@ -202,6 +207,25 @@ def test_tokenizers_of_pieces_come_back(tmp_path, prefix):
     assert (kind, said, unknown) == ("llama", prefix, 0) and "tokenizer.ggml.merges" not in fields
     assert kinds[:4] == [2, 3, 3, 6] and kinds[258:264] == [6, 1, 1, 1, 1, 1] and kinds[-1] == 5
     assert scores[259:264] == sorted(scores, reverse=True)[:5]
+
+
+def test_pieces_whose_merges_no_scores_say_are_written_as_gemma_4(tmp_path):
+    """With their merges; two newlines are one token, and a token that ends with one is refused."""
+    own = ["\n\n", "\n"]
+    pairs = [*PAIRS[:-3], "i n", "\n \n"]  # "▁the" has no merge
+    folder = of_pieces(tmp_path / "in", prefix=False, merges=pairs, own=own)
+    out = convert.convert(folder, tmp_path / "out.gguf")
+    before, after = load_tokenizer(str(folder)), load_tokenizer(str(out))
+    for text in ("the  cat in the  the", "é the<|end|>in", "", " x", "thin\n", "a\n\n\nthe"):
+        assert after.encode(text).tolist() == before.encode(text).tolist(), text
+        assert after.decode(after.encode(text)) == before.decode(before.encode(text))
+    assert after.encode("a\n\n").tolist() == [PIECES.index("a"), len(PIECES)]
+    fields = gguf.GGUFReader(out).fields
+    assert fields["tokenizer.ggml.model"].contents() == "gemma4" and "tokenizer.ggml.scores" not in fields
+    assert fields["tokenizer.ggml.merges"].contents() == pairs
+    folder = of_pieces(tmp_path / "mixed", prefix=False, merges=[*pairs, "e \n"], own=[*own, "e\n"])
+    with pytest.raises(ConfigError, match="expected merges that follow from scores of the tokens"):
+        convert.convert(folder, tmp_path / "mixed.gguf")
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,9 @@ GGUF files have a score for each piece: pieces with greater scores are merged ea
 every pair of pieces that makes another piece, in the order of that piece's score. Each follows from the other if the
 tokenizer.json has all such pairs (`merges_of`). Spaces are written as "▁". llama.cpp puts a space before each text and
 behind each special token, or adds none; in a tokenizer.json each of these is a normalizer.
+
+Gemma 4's files ("gemma4") have the merges themselves, and never a space before a text. llama.cpp merges no newline with
+anything but newlines there, and takes several of them for one token if there is one.
 """
 
 import itertools
@@ -66,15 +69,21 @@ def scores_of(tokens: list[str], merges: list[tuple[str, str]]) -> list[float]:
     return [found.get(token, -float(len(found) + i)) for i, token in enumerate(tokens)]
 
 
-def piece_tokenizer(tokens: list[str], scores: list[float], kinds: list[int], *, prefix: bool) -> Any:
+def keeps_newlines_apart(tokenizer: Any, merges: list[tuple[str, str]]) -> bool:
+    """True if a `tokenizers.Tokenizer` has newlines in tokens as llama.cpp has them in files with merges."""
+    mixed = any("\n" in left + right and (left + right).strip("\n") for left, right in merges)
+    lines = [token for token in tokenizer.get_vocab() if token and not token.strip("\n")]
+    return not mixed and all(len(tokenizer.encode(token, add_special_tokens=False).ids) == 1 for token in lines)
+
+
+def piece_tokenizer(tokens: list[str], merges: list[tuple[str, str]], kinds: list[int], *, prefix: bool) -> Any:
     """Makes a `tokenizers.Tokenizer` without added tokens. prefix: a space is put before each text."""
     from tokenizers import Tokenizer, decoders, models, normalizers
 
-    merges: Any = merges_of(tokens, scores, kinds)
     unknown = next((token for token, kind in zip(tokens, kinds, strict=True) if kind == UNKNOWN), None)
     vocabulary = {token: i for i, token in enumerate(tokens)}
     tokenizer = Tokenizer(
-        models.BPE(vocab=vocabulary, merges=merges, unk_token=unknown, fuse_unk=True, byte_fallback=True)
+        models.BPE(vocab=vocabulary, merges=list(merges), unk_token=unknown, fuse_unk=True, byte_fallback=True)
     )
     replace: Any = normalizers.Replace(" ", SPACE)
     tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend(SPACE), replace]) if prefix else replace

@@ -2,7 +2,7 @@
 
 GGUF stores tokens, merges and kinds of tokens, and names the rule by which text is split before the merges apply
 (`tokenizer.ggml.pre`). The rules are those of the models' own tokenizer.json. Files are of byte-level BPE ("gpt2"), or
-of SentencePiece's ("llama"), which has scores in place of merges and a rule (gguf_pieces.py).
+of SentencePiece's (gguf_pieces.py), with scores in place of merges and a rule ("llama"), or with merges ("gemma4").
 """
 
 import json
@@ -50,7 +50,7 @@ DEEPSEEK3 = (
     r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*"""
     + _ENDS,
 )
-BYTE_LEVEL, OF_PIECES = "gpt2", "llama"  # values of tokenizer.ggml.model
+BYTE_LEVEL, OF_PIECES, OF_MERGED_PIECES = "gpt2", "llama", "gemma4"  # values of tokenizer.ggml.model
 NAMED = "tokenizer.chat_template."  # before the names of further chat templates, in keys
 _ID = Optional(range(2**32))
 # Types of the metadata's values that are read, see own_files.py.
@@ -97,8 +97,8 @@ def read_gguf_tokenizer(path: str | Path) -> TokenizerFiles:
     kind = metadata.get("tokenizer.ggml.model")
     rule = metadata.get("tokenizer.ggml.pre", "default")
     change = "set tokenizer to the model's tokenizer.json"
-    if kind not in (BYTE_LEVEL, OF_PIECES):
-        expected = f"{BYTE_LEVEL!r} (byte-level BPE) or {OF_PIECES!r} (SentencePiece's)"
+    if kind not in (BYTE_LEVEL, OF_PIECES, OF_MERGED_PIECES):
+        expected = f"{BYTE_LEVEL!r} (byte-level BPE), {OF_PIECES!r} or {OF_MERGED_PIECES!r} (SentencePiece's)"
         raise ConfigError(f"{path}: expected tokenizer.ggml.model {expected}, got {kind!r}; {change}")
     if metadata.get("tokenizer.ggml.add_eos_token"):
         raise ConfigError(
@@ -129,7 +129,10 @@ def read_gguf_tokenizer(path: str | Path) -> TokenizerFiles:
     try:
         if kind == OF_PIECES:
             prefix = metadata.get("tokenizer.ggml.add_space_prefix", True)
-            made = gguf_pieces.piece_tokenizer(tokens, scores, kinds, prefix=prefix)
+            of_scores = gguf_pieces.merges_of(tokens, scores, kinds)
+            made = gguf_pieces.piece_tokenizer(tokens, of_scores, kinds, prefix=prefix)
+        elif kind == OF_MERGED_PIECES:
+            made = gguf_pieces.piece_tokenizer(tokens, pairs, kinds, prefix=False)
         else:
             made = _byte_level(tokens, pairs, rule)
         tokenizer = _with_added(made, tokens, kinds, starts_with)
@@ -226,7 +229,8 @@ def tokenizer_metadata(tokenizer: Tokenizer, text: str, source: str, size: int) 
     """
     from tokenizers import Tokenizer as Library
 
-    content = json.loads(Library.from_str(text).to_str())  # with every field of the library's version
+    library = Library.from_str(text)
+    content = json.loads(library.to_str())  # with every field of the library's version
     _check_added(content, source)
     added = {token["id"]: token for token in content["added_tokens"]}
     texts = {id_: text for text, id_ in content["model"]["vocab"].items()} | {i: t["content"] for i, t in added.items()}
@@ -245,7 +249,7 @@ def tokenizer_metadata(tokenizer: Tokenizer, text: str, source: str, size: int) 
     types = [kinds.get(i, NORMAL) if i in texts else UNUSED for i in range(size)]
     pairs = [tuple(merge.split(" ")) if isinstance(merge, str) else tuple(merge) for merge in merges]
     if gguf_pieces.is_of_pieces(content):
-        own = _pieces(content, tokens, types, pairs, source)
+        own = _pieces(library, content, tokens, types, pairs, source)
         ids |= {"unknown": content["model"]["vocab"].get(content["model"]["unk_token"])}
     else:
         rule = _rule(content, source)
@@ -273,9 +277,12 @@ def _check_added(content: dict[str, Any], source: str) -> None:
 
 
 def _pieces(
-    content: dict[str, Any], tokens: list[str], types: list[int], merges: list[tuple], source: str
+    library: Any, content: dict[str, Any], tokens: list[str], types: list[int], merges: list[tuple], source: str
 ) -> dict[str, Any]:
-    """Makes the metadata of SentencePiece's BPE. Raises ConfigError if llama.cpp would make other tokens."""
+    """Makes the metadata of SentencePiece's BPE: scores if the merges follow from them, else the merges.
+
+    library: `tokenizers.Tokenizer` of this content. Raises ConfigError if llama.cpp would make other tokens.
+    """
     unknown = content["model"]["unk_token"]
     kinds = [
         gguf_pieces.UNKNOWN
@@ -295,7 +302,11 @@ def _pieces(
     used = [pair for pair in merges if "".join(pair) in normal]  # text is searched for others before it is split
     scores = gguf_pieces.scores_of(tokens, used)
     follows = gguf_pieces.by_token(gguf_pieces.merges_of(tokens, scores, kinds)) == gguf_pieces.by_token(used)
-    if not follows or gguf_pieces.BYTE not in kinds:
+    has_bytes = gguf_pieces.BYTE in kinds
+    if has_bytes and not follows and not prefix and gguf_pieces.keeps_newlines_apart(library, merges):
+        said = {"model": OF_MERGED_PIECES, "token_type": kinds, "merges": [" ".join(pair) for pair in merges]}
+        return said | {"add_space_prefix": False}
+    if not follows or not has_bytes:
         raise ConfigError(
             f"{source}: expected merges that follow from scores of the tokens, and a token for each byte, got others; "
             f"{FOLDER}"

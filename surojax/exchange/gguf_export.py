@@ -136,7 +136,7 @@ def export_gguf(
     for name, vector in vectors.items():
         writer.add_tensor_info(name, vector.shape, vector.dtype, vector.nbytes)
     in_files: dict[str, list[str]] = {}  # ours, of which several may be the rows of one
-    for name, ours in sorted(stored_as.items(), key=lambda pair: (x := part_of_rows(pair[0])) and x.part or 0):
+    for name, ours in sorted(stored_as.items(), key=lambda pair: ((x := part_of_rows(pair[0])) and x.part) or 0):
         part = part_of_rows(name)
         in_files.setdefault(part.name if part else name, []).append(ours)
     for name, ours in in_files.items():
