@@ -614,6 +614,7 @@ GRANITE_4 = dataclasses.replace(
     no_rope_layer_interval=1,
     residual_multiplier=0.5,
 )
+ONE_GROUP, TWO_GROUPS = (dataclasses.replace(GRANITE_4, mamba_n_groups=groups) for groups in (1, 2))
 GRANITE_4_EXPERTS = dataclasses.replace(
     GRANITE_4,
     num_experts=4,
@@ -659,6 +660,8 @@ NEMOTRON = dataclasses.replace(
             (GRANITE_4, 8, {"zero_level": 3, "cp_size": 2, "tp_size": 2, **ALL}),
             (GRANITE_4, 1, {"sequence_chunks": 2}),
             (GRANITE_4, 2, {"pp_size": 2}),
+            (ONE_GROUP, 8, {"zero_level": 3, "cp_size": 2, "tp_size": 2, **ALL}),
+            (TWO_GROUPS, 4, {"tp_size": 4}),
             (GRANITE_4_EXPERTS, 4, {"zero_level": 3, "ep_size": 2, "tp_size": 2}),
             (NEMOTRON, 8, {"zero_level": 3, "cp_size": 2, "tp_size": 2, **ALL}),
             (NEMOTRON, 1, {"sequence_chunks": 2}),

@@ -43,8 +43,9 @@ def _check_widths(c: Config) -> None:
     n = c.tp_size
     divided = widths(c)
     for width in divided:
-        kind = "multiple or a divisor" if width.shared else "multiple"
-        expected = f"a {kind} of tp_size={n}" + ("" if width.shared else ", whose GPUs divide it")
+        may_be_fewer = width.shared or width.copied
+        kind = "multiple or a divisor" if may_be_fewer else "multiple"
+        expected = f"a {kind} of tp_size={n}" + ("" if may_be_fewer else ", whose GPUs divide it")
         need(width.is_divided(n), width.field, expected, width.parts, "lower tp_size")
     shared = [width for width in divided if width.shared]
     fewest = min((width.parts for width in shared), default=n)

@@ -225,16 +225,21 @@ class GatedDelta(Mixer):
         return 6 * 4 * numbers * heads * min(tokens, CHUNK * CHUNKS)
 
 
-def own_channels(x: jax.Array, sizes: Sequence[int], axis: int) -> jax.Array:
-    """Slices the channels of this GPU's heads out of those of all. sizes: of parts that each GPU has a share of."""
+def own_channels(x: jax.Array, sizes: Sequence[int], axis: int, groups: Sequence[int] = ()) -> jax.Array:
+    """Slices the channels of this GPU's heads out of those of all. sizes: of parts that each GPU has a share of.
+
+    groups: of each part, the number of its groups, of which GPUs that are more have the same ones; (): they are more.
+    """
     number, devices = device_number(*TENSOR)
     if devices == 1:
         return x
-    starts = (0, *itertools.accumulate(sizes))
-    own = [
-        jax.lax.dynamic_slice_in_dim(x, start + number * (size // devices), size // devices, axis)
-        for start, size in zip(starts, sizes, strict=False)
-    ]
+    own, start = [], 0
+    for size, number_of_groups in zip(sizes, groups or [devices] * len(sizes), strict=True):
+        shares = min(devices, number_of_groups)
+        share = size // shares
+        own_share = number if shares == devices else number * shares // devices
+        own.append(jax.lax.dynamic_slice_in_dim(x, start + own_share * share, share, axis))
+        start += size
     return jnp.concatenate(own, axis)
 
 

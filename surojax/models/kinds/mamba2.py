@@ -12,8 +12,9 @@ query and dt the strength. The gate comes before the norm here, and behind it in
 Its state is a matrix for each head, and the latest inputs of the convolution. Neither crosses a border between
 documents. A_log, dt_bias, D and all that follows from them are float32 at least, whatever the model's dtype.
 
-`tp` divides groups, with their heads. It does not divide Win, whose parts have one adapter and one set of scales: every
-GPU computes all of its rows, and goes on with its own.
+`tp` divides heads, and groups with their heads; GPUs that are more than the groups have the same b and c, and add up
+the squares in the norm of a group. It does not divide Win, whose parts have one adapter and one set of scales: every GPU
+computes all of its rows, and goes on with its own.
 
 Shape suffixes: B batch, S sequence, N, t: see row_pieces.py, D hidden size, G groups, r heads of a group, H = G r
 heads, n channels of the state, p channels of a head, C channels of the convolution, J taps, P = J - 1 earlier tokens.
@@ -38,7 +39,9 @@ from surojax.models.model import Cache
 from surojax.models.operations import Operations
 from surojax.models.recompute import save_inputs_only
 from surojax.models.row_pieces import RowPieces
+from surojax.parallel.collectives import add_up, device_number
 from surojax.parallel.context import pieces_per_device
+from surojax.placement.mesh import TENSOR
 from surojax.placement.param import Kind
 
 
@@ -90,13 +93,16 @@ class Mamba2(Mixer):
         pieces = RowPieces(ops.compute.cp_method, 0 if cache is None else cache.start)
         state, latest = (None, None) if cache is None or cache.state is None else cache.state
         (projected,) = ops.linears(x_BSD, [projection(self, "w_in")], norm)
-        own = pieces.split(own_channels(projected, self.projected, axis=2))
+        heads, groups = c.mamba_n_heads, c.mamba_n_groups
+        own = pieces.split(own_channels(projected, self.projected, 2, (heads, heads, groups, groups, heads)))
         N, t, width = own.shape
-        H = c.mamba_n_heads * width // sum(self.projected)  # of this GPU
-        G, X = c.mamba_n_groups * H // c.mamba_n_heads, H * c.mamba_d_head
+        _, devices = device_number(*TENSOR)
+        H, G = heads // devices, max(groups // devices, 1)  # of this GPU
+        X = H * c.mamba_d_head
         z, mixed, d = jnp.split(own, [X, width - H], axis=-1)
-        taps_CJ = own_channels(self.taps[...], self.convolved, axis=0)[:, 0]
-        bias_C = own_channels(self.bias[...], self.convolved, axis=0) if c.mamba_conv_bias else None
+        of_heads = heads, groups, groups
+        taps_CJ = own_channels(self.taps[...], self.convolved, 0, of_heads)[:, 0]
+        bias_C = own_channels(self.bias[...], self.convolved, 0, of_heads) if c.mamba_conv_bias else None
         starts = pieces.starts(ops.starts)
         earlier = taps_CJ.shape[1] - 1
         before, latest = pieces.halo(mixed[:, max(mixed.shape[1] - earlier, 0) :], earlier, latest)
@@ -107,7 +113,8 @@ class Mamba2(Mixer):
         tokens = Tokens(*keys, *(y.reshape(N, t, G, H // G, *rest) for y, rest in ((x, (-1,)), (g, ()), (dt, ()))))
         sizes = chosen_sizes(tokens, None, corrects=False)
         out, state = rule_of_pieces(ops.compute.cp_method, tokens, starts, state, sizes)
-        y = gated_norm(out, tokens.v, z.reshape(N, t, G, -1), self.D[...], self.norm[...], c.rms_norm_eps)
+        z = z.reshape(N, t, G, -1)
+        y = gated_norm(out, tokens.v, z, self.D[...], self.norm[...], c.rms_norm_eps, groups)
         y_BSD = ops.linear(pieces.join(y), projection(self, "w_out"))
         return y_BSD, None if cache is None else cache._replace(state=(state, latest))
 
@@ -126,10 +133,12 @@ class Mamba2(Mixer):
 
     def widths(self) -> Sequence[Width]:
         c = self.config
-        groups = "model.mamba_n_groups"
-        values = Width("model.mamba_n_heads x model.mamba_d_head", c.mamba_n_heads * c.mamba_d_head, groups, 1)
-        keys = Width(f"{groups} x model.mamba_d_state", c.mamba_n_groups * c.mamba_d_state, groups, 1)
-        return [width._replace(parts=c.mamba_n_groups) for width in (values, keys)]
+        heads, groups = "model.mamba_n_heads", "model.mamba_n_groups"
+        size, of_keys = c.mamba_n_heads * c.mamba_d_head, c.mamba_n_groups * c.mamba_d_state
+        return [
+            Width(f"{heads} x model.mamba_d_head", size, heads, c.mamba_n_heads),
+            Width(f"{groups} x model.mamba_d_state", of_keys, groups, c.mamba_n_groups, copied=True),
+        ]
 
     def targets(self) -> Sequence[Target]:
         """PEFT refuses adapters of `out_proj` in nemotron_h, whose kernels pass it by."""
@@ -159,7 +168,8 @@ class Mamba2(Mixer):
 
     def context_numbers(self, tp: int, cp: int) -> ContextNumbers:
         c = self.config
-        halo = (c.mamba_d_conv - 1) * sum(self.convolved) // tp
+        values, keys = (width.part(tp).size for width in self.widths())
+        halo = (c.mamba_d_conv - 1) * (values + 2 * keys)
         return ContextNumbers(halo=halo, maps=c.mamba_n_heads // tp * c.mamba_d_state * (1 + c.mamba_d_head))
 
     def space(self, compute, x: OnGpu, *, gpu: bool, packed: bool, window: bool) -> KernelBytes:
@@ -205,14 +215,34 @@ def steps(
     return -jnp.exp(A_log)[None, None] * dt, dt
 
 
-@functools.partial(save_inputs_only, static_argnums=5)
+@functools.partial(save_inputs_only, static_argnums=(5, 6))
 def gated_norm(
-    out_BSGrp: jax.Array, x_BSGrp: jax.Array, z_BSGk: jax.Array, D_H: jax.Array, weight_X: jax.Array, eps: float
+    out_BSGrp: jax.Array,
+    x_BSGrp: jax.Array,
+    z_BSGk: jax.Array,
+    D_H: jax.Array,
+    weight_X: jax.Array,
+    eps: float,
+    groups: int,
 ) -> jax.Array:
-    """Returns RMSNorm((out + D x) * silu(z)) * weight `[B, S, X]`, of each group's k = r p channels."""
+    """Returns RMSNorm((out + D x) * silu(z)) * weight `[B, S, X]`, of each group's k = r p channels.
+
+    groups: of all devices.
+    """
     dtype = jnp.promote_types(x_BSGrp.dtype, jnp.float32)
     out, x, z, D, weight = (y.astype(dtype) for y in (out_BSGrp, x_BSGrp, z_BSGk, D_H, weight_X))
     _, _, G, r, _ = x.shape
     total = (out + D.reshape(1, 1, G, r, 1) * x).reshape(z.shape) * jax.nn.silu(z)
-    normed = total * jax.lax.rsqrt(jnp.mean(total * total, axis=-1, keepdims=True) + eps)
+    squares = mean_of_group(jnp.mean(total * total, axis=-1, keepdims=True), groups)
+    normed = total * jax.lax.rsqrt(squares + eps)
     return (normed.reshape(*z.shape[:2], -1) * weight[None, None]).astype(z_BSGk.dtype)
+
+
+def mean_of_group(x_BSG1: jax.Array, groups: int) -> jax.Array:
+    """Returns the mean over the devices that have the same group; with as many groups as devices x itself."""
+    number, devices = device_number(*TENSOR)
+    if devices <= groups:
+        return x_BSG1
+    is_own_g = jax.nn.one_hot(number * groups // devices, groups, dtype=x_BSG1.dtype)
+    of_groups = add_up(x_BSG1 * is_own_g[None, None, None], *TENSOR)
+    return jnp.sum(of_groups * is_own_g[None, None, None], axis=-1, keepdims=True) * (groups / devices)

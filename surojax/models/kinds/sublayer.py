@@ -22,7 +22,7 @@ class Width(NamedTuple):
 
     name: the field, or product of fields, that it follows from. size: in the whole model. field, parts: the number that
     the GPUs divide, such as heads, and what it follows from. shared: GPUs that are more than the parts may have the
-    same one.
+    same one, as the mesh says. copied: they may compute the same one each, whatever the mesh says.
     """
 
     name: str
@@ -30,10 +30,11 @@ class Width(NamedTuple):
     field: str
     parts: int
     shared: bool = False
+    copied: bool = False
 
     def is_divided(self, gpus: int) -> bool:
         """True if so many GPUs can divide the parts, or share them."""
-        return self.parts % gpus == 0 or (self.shared and gpus % self.parts == 0)
+        return self.parts % gpus == 0 or ((self.shared or self.copied) and gpus % self.parts == 0)
 
     def part(self, gpus: int) -> "Width":
         """The width on each of so many GPUs."""
