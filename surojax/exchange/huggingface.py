@@ -128,6 +128,11 @@ TYPES = {
     "n_group": int,
     "topk_group": int,
     "num_experts_per_tok": int,
+    "bos_token_id": int,
+    "pad_token_id": int,
+    "rope_parameters": dict,
+    "rope_scaling": dict,
+    "per_layer_config": dict,
 }
 LISTS = (
     "mlp_only_layers",
@@ -139,7 +144,7 @@ LISTS = (
     "layers_block_type",
     "mtp_layers_block_type",
 )
-WORDS = {bool: "true or false", int: "a whole number", float: "a number", list: "a list"}
+WORDS = {bool: "true or false", int: "a whole number", float: "a number", list: "a list", dict: "an object"}
 
 
 def _check_types(config: dict[str, Any], family: ModelFamily) -> None:

@@ -36,7 +36,9 @@ def _read(given: dict[str, Any]) -> dict[str, Any]:
         )
     mixers = [TYPES[name] for name in types]
     fields["layer_types"] = mixer_keys.read_layer_types(given, mixers, (ATTENTION, MAMBA))
-    fields["no_rope_layer_interval"] = 0 if given[POSITIONS] == "rope" else 1
+    positions = given[POSITIONS]
+    need_key(isinstance(positions, str | None), POSITIONS, "rope, nope or null", positions)
+    fields["no_rope_layer_interval"] = 0 if positions == "rope" else 1
     return fields | (_read_mamba(given) if MAMBA in mixers else {})
 
 
@@ -59,6 +61,7 @@ def _read_mamba(given: dict[str, Any]) -> dict[str, Any]:
     inner = given["mamba_expand"] * given["hidden_size"]
     if given["mamba_d_head"] == "auto":
         given = given | {"mamba_d_head": inner // given["mamba_n_heads"]}
+    mamba_keys.read_sizes(given, {"": "mamba_chunk_size"})  # of transformers' loop, which changes no result
     fields: dict[str, Any] = mamba_keys.read_sizes(given, OF_MAMBA)
     channels = fields["mamba_n_heads"] * fields["mamba_d_head"]
     expected = f"mamba_expand x hidden_size = mamba_n_heads x mamba_d_head = {channels}, as transformers asks for"

@@ -70,8 +70,13 @@ def _read(given: dict[str, Any]) -> dict[str, Any]:
     fields = {"rms_norm_eps": float(given["norm_eps"]), "layer_types": _layer_types(given)}
     own = given.get("tie_embedding")
     tied = given["tie_word_embeddings"] if own is None else own
-    given = given | {"rope_theta": given["rope_theta"] if given["theta"] is None else given["theta"]}
-    return fields | {"tie_word_embeddings": tied} | rope_keys.read_rope(given)
+    rope = rope_keys.read_rope(given)
+    if given["theta"] not in (None, rope["rope_theta"]):
+        raise ConfigError(
+            f"model_path: config.json: theta: expected rope_theta={rope['rope_theta']!r}, which transformers 5 reads in "
+            f"its place, got {given['theta']!r}; set rope_theta to the base that the model was trained with"
+        )
+    return fields | {"tie_word_embeddings": tied} | rope
 
 
 def _read_dense(given: dict[str, Any]) -> dict[str, Any]:

@@ -68,6 +68,7 @@ def _read(given: dict[str, Any]) -> dict[str, Any]:
     if MAMBA in types:
         bias, least = given["use_conv_bias"], given["time_step_min"]
         need_key(type(least) in (int, float) and least > 0, "time_step_min", "a number more than 0", least)
+        mamba_keys.read_sizes(given, {"": "chunk_size"})  # of transformers' loop, which changes no result
         fields |= mamba_keys.read_sizes(given, OF_MAMBA)
         fields |= {"mamba_conv_bias": bool(bias), "mamba_dt_min": float(least)}
     if EXPERTS in types:
