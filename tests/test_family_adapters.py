@@ -22,6 +22,7 @@ from surojax.assembly import from_config
 from surojax.config.adapters import check_adapters
 from surojax.config.fields import kinds
 from surojax.exchange import config_json, peft
+from surojax.exchange.adapter_config import without_adapters
 from surojax.exchange.export import export
 from surojax.exchange.model_tensors import SINGLE
 from surojax.exchange.naming import naming_of
@@ -79,6 +80,13 @@ def test_layers_of_each_kind_have_their_adapters(family):
         name: {p.name.removesuffix(ends) for p in params if p.name.endswith(ends)} for name, params in names.items()
     }
     assert found == OF_LAYERS[family]
+
+
+@pytest.mark.parametrize("family, left", (("lfm2", ["in_proj"]), ("nemotron_h", ["out_proj"]), ("qwen3_next", [])))
+def test_matrices_that_can_have_no_adapters_are_named(family, left):
+    """LFM2's in_proj is three matrices here; PEFT refuses Nemotron-H's out_proj."""
+    c, model = model_of(config_of(Case(family, "apart", "float32")))
+    assert without_adapters(model, {target.matrix for target in adaptable(kinds(c).values())}) == left
 
 
 @pytest.mark.full

@@ -3,7 +3,7 @@
 A key that may change the arithmetic is refused with its name, unless it is off.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +73,13 @@ def modules(model: Model) -> dict[str, list[str]]:
 def modules_of_experts(model: Model) -> dict[str, list[str]]:
     """Returns the entries of `modules` for experts' matrices."""
     return {ours: names for ours, names in modules(model).items() if all(map(has_all_experts, names))}
+
+
+def without_adapters(model: Model, targets: Collection[str]) -> list[str]:
+    """Lists the last parts of the names of modules that can have no adapters, but experts. targets: those that can."""
+    firsts = (names[0] for target, names in modules(model).items() if target not in targets)
+    left = (name.partition(".weight")[0] for name in firsts if not has_all_experts(name))
+    return list(dict.fromkeys(name.rpartition(".")[2] for name in left))
 
 
 def adapter_config_of(lora: Lora, model: Model, base_name: str, naming: Naming) -> dict[str, Any]:

@@ -16,10 +16,11 @@ from surojax.config.fields import Config
 from surojax.data.cache import Corpus
 from surojax.data.tokenizer import Tokenizer
 from surojax.errors import ConfigError
+from surojax.exchange.adapter_config import without_adapters
 from surojax.inference.prompts import continue_ids, text_ids
 from surojax.inference.trained_model import Trained
 from surojax.memory.nvme import Claimed
-from surojax.models.kinds.targets import adaptable
+from surojax.models.kinds.targets import ALL_LINEAR, adaptable
 from surojax.models.model import Model
 from surojax.own_files import write_bytes
 from surojax.pages import runs
@@ -57,10 +58,14 @@ def describe_run(c: Config, run: Assembly, devices, need: dict[str, int]) -> Non
     where = f"{len(devices)} x {devices[0].device_kind}{axes and f' ({axes})'}"
     say(f"surojax: {total / 1e6:,.1f}M parameters{trained_share} on {where}")
     layers = configs.kinds(c).values()
-    of_experts = [target for target in adaptable(layers) if target.of_experts]
+    targets = adaptable(layers)
+    of_experts = [target for target in targets if target.of_experts]
     if c.lora and of_experts and not {target.matrix for target in of_experts} & set(lora(c).targets):
         names = ",".join(target.module.rpartition(".")[2] for target in of_experts)
         say(f"note: the experts are frozen; lora_target_modules with {names} adapts them too")
+    all_linear = c.lora and c.lora_target_modules == ALL_LINEAR
+    if all_linear and (left := without_adapters(run.model, {target.matrix for target in targets})):
+        say(f"note: {', '.join(left)} of each layer with one stays frozen: there are no adapters of it here")
     served = dispatch.choose("grouped_matmul", run.model.precision.implementation) == "mosaic"
     if devices[0].platform == "gpu" and run.engine.table.leaves_device and (line := cuda_plugin.copies_slowly()):
         say(line)
