@@ -137,7 +137,6 @@ def flattened(value: Any, name: str = "") -> dict[str, Any]:
     return {name.removeprefix(": "): value} if value else {}
 
 
-@pytest.mark.full(after=16)
 @pytest.mark.parametrize("name", CASES)
 def test_an_estimate_is_the_stored_one(name):
     stored = json.loads(STORED.read_text())[name]
