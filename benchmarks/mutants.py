@@ -88,11 +88,12 @@ def write_map(folder: Path, *, everything: bool) -> None:
 
 
 def read_map(folder: Path) -> dict[tuple[str, int], list[Test]]:
-    """The tests of each line (file, line), the lowest cost first."""
+    """The tests of each line (file, line), the lowest cost first. ("", 0) has them all: some only look at tables."""
     tests_of_line: dict[tuple[str, int], list[Test]] = {}
     for part in folder.glob("*.json"):
         for name, (seconds, files) in json.loads(part.read_text()).items():
             everything = sum(map(len, files.values()))
+            tests_of_line.setdefault(("", 0), []).append(Test(name, seconds, seconds))
             for file, lines in files.items():
                 test = Test(name, seconds, seconds * everything / len(lines))
                 for line in lines:
@@ -139,17 +140,38 @@ def read_names(tree: ast.AST) -> Iterator[tuple[str, ast.Name | ast.Attribute]]:
 
 
 def tests_by_name(tests: Iterable[Test]) -> dict[str, list[Test]]:
-    """The tests by the names that their functions read. Their cost is that of tests of the table alone."""
+    """The tests by the names that their functions read, or what these read of their own and other test modules.
+
+    Their cost is that of tests of the table alone.
+    """
     cases: dict[str, list[Test]] = {}
     for test in tests:
         cases.setdefault(test.name.partition("[")[0], []).append(test._replace(cost=test.seconds))
+    read: dict[tuple[str, str], set[str]] = {}  # by module and name: names that a definition reads
+    imported: dict[tuple[str, str], tuple[str, str]] = {}
+    for path in sorted((ROOT / "tests").glob("*.py")):
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.ImportFrom) and node.module:
+                imported |= {(path.stem, x.asname or x.name): (node.module, x.name) for x in node.names}
+            else:
+                names = [node.name] if isinstance(node, ast.FunctionDef | ast.ClassDef) else assigned_names(node)
+                for name in names:
+                    read.setdefault((path.stem, name), set()).update(name for name, _ in read_names(node))
     found: dict[str, list[Test]] = {}
-    for file in {function.partition("::")[0] for function in cases}:
-        tree = ast.parse((ROOT / file).read_text()) if (ROOT / file).is_file() else ast.Module([], [])
-        for node in tree.body:
-            if isinstance(node, ast.FunctionDef) and (of_function := cases.get(f"{file}::{node.name}")):
-                for name in {name for name, _ in read_names(node)}:
-                    found.setdefault(name, []).extend(of_function)
+    for function, of_function in cases.items():
+        path, _, name = function.partition("::")
+        every: set[str] = set()
+        seen = set()
+        left = [(Path(path).stem, name)]
+        while left:
+            place = left.pop()
+            if place not in seen:
+                seen.add(place)
+                names = read.get(imported.get(place, place), set())
+                every |= names
+                left += [(imported.get(place, place)[0], name) for name in names]
+        for name in every:
+            found.setdefault(name, []).extend(of_function)
     return found
 
 

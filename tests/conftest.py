@@ -50,6 +50,7 @@ def pytest_configure(config):
         )
         share_compiled_programs()
         keep_out_of_home()
+        list_folders_backwards()
         gc.set_threshold(100_000)  # tracing makes many objects, of which hardly any is garbage
         worker = os.environ.get("PYTEST_XDIST_WORKER")
         if worker and hasattr(os, "sched_setaffinity"):
@@ -132,6 +133,34 @@ def keep_out_of_home():
         _RUN.enter_context(folder)
         os.environ.setdefault("PYTHONUSERBASE", site.getuserbase())  # packages may be installed in the real one
         os.environ["HOME"] = folder.name
+
+
+def list_folders_backwards():
+    """Let folders be listed from the last name to the first: no file system says an order, and none may count."""
+    listdir, scandir = os.listdir, os.scandir
+
+    class Backwards:
+        def __init__(self, path="."):
+            with scandir(path) as entries:
+                self.entries = iter(sorted(entries, key=lambda entry: entry.name, reverse=True))
+
+        def __iter__(self):
+            return self
+
+        def __next__(self):
+            return next(self.entries)
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *error):
+            self.close()
+
+        def close(self):
+            self.entries = iter(())
+
+    os.listdir = lambda path=".": sorted(listdir(path), reverse=True)
+    os.scandir = Backwards
 
 
 _RUN = contextlib.ExitStack()

@@ -268,6 +268,7 @@ START = "from surojax.config.fields import default_config\ndef get_config():\n  
         ("c.max_steps = None", "max_steps: expected a whole number, got None; its type is int"),
         ("c.model = {'hidden_size': 8}", "config lacks the field 'model.attention_bias': start from default_config()"),
         ("c.seed = 1 / 0", ":4: ZeroDivisionError: division by zero"),
+        ("def of():\n        return 1 / 0\n    c.seed = of()", ":5: ZeroDivisionError: division by zero"),
         ("import nothing_like_it", ":4: ModuleNotFoundError: No module named 'nothing_like_it'"),
         ("raise SystemExit('stop')", ":4: SystemExit: stop"),
         ("c.seed = (1", ":4: SyntaxError: '(' was never closed"),

@@ -13,8 +13,8 @@ from test_config_keys import LEAST
 
 from surojax import ConfigError, default_config
 from surojax.assembly.from_config import model as model_of
-from surojax.exchange import adapter_config, gguf_metadata, huggingface, missing, parts, small_files, sources
-from surojax.exchange.naming import Naming
+from surojax.exchange import adapter_config, config_json, gguf_metadata, huggingface, missing, parts, small_files, sources
+from surojax.exchange.naming import Naming, is_no_part
 from surojax.families import registry
 from surojax.families.registry import FAMILIES
 from surojax.models.lora import Lora
@@ -461,3 +461,29 @@ def test_the_tokenizer_of_a_model_that_may_be_gone(tmp_path, is_gone, has_tokeni
         found = sources.resolved(c)
         assert found.model.hidden_size == 64 and c.model.hidden_size != 64
         assert found.tokenizer == (str(folder) if replaced and has_tokenizer else tokenizer), tokenizer
+
+
+@pytest.mark.parametrize(
+    "config, layers",
+    [
+        ({"model_type": "glm4_moe", "num_nextn_predict_layers": 1}, [2]),
+        ({"model_type": "glm4_moe", "num_nextn_predict_layers": 2}, [2, 3]),
+        ({"model_type": "glm4_moe", "num_nextn_predict_layers": None}, []),
+        ({"model_type": "llama"}, []),
+        ({"model_type": "of nobody"}, []),
+    ],
+)
+def test_layers_behind_the_last_are_no_part_of_a_model_that_says_so(config, layers):
+    found = [l for l in range(5) if is_no_part(f"model.layers.{l}.mlp.up_proj.weight", {"num_hidden_layers": 2} | config)]
+    assert found == layers and not is_no_part("model.norm.weight", config)
+
+
+def test_models_with_experts_in_all_layers_have_one_width():
+    """Whichever of the two keys has it; with dense layers before them each key has its own."""
+    experts = {"num_experts": 4, "intermediate_size": 64, "moe_intermediate_size": 0}
+    assert config_json.normal(experts) == config_json.normal(experts | {"moe_intermediate_size": 64})
+    narrow = config_json.normal(experts | {"moe_intermediate_size": 32})
+    assert narrow["intermediate_size"] == narrow["moe_intermediate_size"] == 32
+    for other in ({"first_k_dense_replace": 1}, {"experts_beside_mlp": True}, {"num_experts": 0}):
+        both = config_json.normal(experts | {"moe_intermediate_size": 32} | other)
+        assert (both["intermediate_size"], both["moe_intermediate_size"]) == (64, 32)

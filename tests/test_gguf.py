@@ -221,6 +221,10 @@ IMPLIED = {
             STRETCHED,
             RopeScaling("yarn", 2.0, original_max_position_embeddings=64),
         ),
+        (  # no length is said: that of the model, as llama.cpp takes it
+            {"type": "yarn", "factor": 2.0},
+            RopeScaling("yarn", 2.0, original_max_position_embeddings=512),
+        ),
         (STRETCHED | IMPLIED, RopeScaling("yarn", 2.0, original_max_position_embeddings=64)),
         (
             STRETCHED | {"attn_factor": 1.5},  # by which llama.cpp multiplies the implied one
@@ -235,6 +239,7 @@ IMPLIED = {
         "linear",
         "linear_with_length",
         "yarn",
+        "yarn_without_length",
         "yarn_said",
         "yarn_own",
         "none",

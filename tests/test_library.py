@@ -312,6 +312,7 @@ class Changing:
         (iter(TEXTS), "data: expected rows that can be read again, got an iterator; give a list"),
         (Changing(), "data: expected the same rows each time they are read, got others"),
         ([*TEXTS, 7], "the rows given, row 65: expected a str, a mapping of fields"),
+        ([*TEXTS, []], "the rows given, row 65: expected a str, a mapping of fields"),
         (np.full((40, 50), 9999), "the rows given, row 1: expected ids below the tokenizer's"),
         (np.zeros((40, 50)), "the rows given, row 1: expected token ids, integers"),
         ([[1, 2], [3, "x"]], "the rows given, row 2: expected token ids, integers"),

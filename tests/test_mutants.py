@@ -106,6 +106,9 @@ def test_a_table_has_the_tests_that_read_its_name():
     ]
     found = mutants.with_tables({("surojax/elsewhere.py", 1): [Timed(name, 1, 9) for name in names]})
     assert found[file, table] == [Timed(names[0], 1, 1)]
+    through = Timed("tests/test_export_verdicts.py::test_transformers_accepted_every_export", 1, 1)  # by exports.cases
+    found = mutants.tests_by_name([through, Timed(names[0], 1, 1)])
+    assert found["VARIANTS"] == [through] and "USES" in found
 
 
 def test_an_if_is_never_taken(tmp_path):

@@ -991,7 +991,8 @@ def test_variables_are_used_or_refused():
     for yes in (True, 1, "true", "True"):
         assert text(talk("a", "b") | {"enable_thinking": yes}, template=template).startswith("think<")
     said = {"chat_template_kwargs": {"enable_thinking": False}, "enable_thinking": True}
-    for bad in ({"enable_thinking": "auto"}, {"enable_thinking": 2}, said):
+    twice = {"chat_template_kwargs": {"enable_thinking": 2}, "enable_thinking": 2}
+    for bad in ({"enable_thinking": "auto"}, {"enable_thinking": 2}, said, twice):
         assert "true or false in 'enable_thinking'" in reason(talk("a", "b") | bad, template=template)
     assert "a list of documents" in reason(talk("a", "b") | {"documents": "all of them"}, template=template)
 

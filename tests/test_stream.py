@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from surojax.memory.by_host import by_host
-from surojax.memory.host import put
+from surojax.memory.host import balanced, put
 from surojax.placement.home import DEVICE, HOST
 from surojax.step.passes import Lane
 from surojax.step.stream import Stream, sweep
@@ -84,3 +84,22 @@ def test_what_a_thread_raises_ends_the_loop(fails):
     with pytest.raises(OSError, match=fails):
         by_host(range(8), function("read"), lambda l, x: computed.append(l), function("write"))
     assert len(computed) < 8
+
+
+@pytest.mark.parametrize(
+    "sizes, inputs, read_first",
+    [  # from the largest on: written first until as many bytes are read first; inputs are read without being written
+        ([1, 8, 4, 3, 4], [], [True, False, True, False, True]),
+        ([1, 8, 4, 3, 4], [6], [False, False, True, True, False]),
+        ([], [6], []),
+    ],
+)
+def test_half_of_the_bytes_are_read_before_they_are_written(sizes, inputs, read_first):
+    found = []
+
+    def program(stacks, others):
+        in_host = lambda arrays: [put(x, HOST) for x in arrays]
+        found.append(balanced([*in_host(stacks), jnp.zeros(99, jnp.int8)], in_host(others)))
+
+    jax.eval_shape(program, *([np.zeros(n, np.int8) for n in of_one] for of_one in (sizes, inputs)))
+    assert found[0][:-1] == read_first  # what is on the device has no part in it

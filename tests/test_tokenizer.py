@@ -221,7 +221,8 @@ def test_tokens_that_only_the_settings_have_are_added(tmp_path):
     size = lone.vocab_size
     special = {"content": "<tool>", "special": True, "normalized": False}
     added = {"4": {"content": "<|eot_id|>"}, str(size): special, str(size + 1): {"content": "greet"}}
-    both = load_tokenizer(save_folder(tmp_path / "both", {CONFIG: {"added_tokens_decoder": added}}))
+    backwards = dict(reversed(added.items()))  # ids count, their order does not
+    both = load_tokenizer(save_folder(tmp_path / "both", {CONFIG: {"added_tokens_decoder": backwards}}))
     assert both.encode("<tool>greet").tolist() == [size, size + 1] and both.vocab_size == size + 2
     assert both.name != lone.name and size not in lone.encode("<tool>greet")
     for i, bad in enumerate(
