@@ -40,6 +40,7 @@ FAMILIES = (
     "nemotron_h",
     "gemma4_text",
     "gemma4_text inputs",
+    "mistral4",
 )
 BASES = ("qlora_bnb", "qlora_fp8", "qlora_fp4")
 
