@@ -343,23 +343,32 @@ def test_float8_in_blocks_is_read_as_numbers(tmp_path, case):
 
 
 def test_float8_with_one_scale_is_read_as_numbers(tmp_path):
-    """As Mistral publishes it: of a matrix, and of each expert in a tensor of all; scales of inputs are left out."""
+    """As Mistral publishes it, in Mistral 3: of a matrix, and of each expert in a tensor of all; not those of inputs."""
     weights, files, numbers = in_files("mistral4", "weight"), {}, {}
     for name, x in weights.items():
         numbers[name] = files[name] = x
         if "_proj" not in name:
             continue
         files[name] = codes = x.astype(ml_dtypes.float8_e4m3fn)
-        scale = np.array(0.75, np.float32) if x.ndim == 2 else np.linspace(0.5, 2, len(x), dtype=np.float32)[:, None, None]
+        scale = (
+            np.array(0.75, np.float32) if x.ndim == 2 else np.linspace(0.5, 2, len(x), dtype=np.float32)[:, None, None]
+        )
         inputs = "activation_scale" if x.ndim == 2 else "_activation_scale"
         files |= {f"{name}_scale_inv": scale, name.removesuffix("weight") + inputs: np.array(3, np.float32)}
         numbers[name] = codes.astype(np.float32) * scale
     entry = {"quant_method": "fp8", "activation_scheme": "static", "weight_block_size": None}
     folder = written(tmp_path / "in", "mistral4", files, quantization_config=entry)
+    whole = {"model_type": "mistral3", "text_config": given("mistral4"), "tie_word_embeddings": False}
+    (folder / "config.json").write_text(json.dumps(whole | {"quantization_config": entry}))
+    image = {"vision_tower.ln_pre.weight": np.ones(2, np.float16)}
+    published = {f"language_model.{name}": x for name, x in files.items()} | image
+    safetensors.numpy.save_file(published, folder / SINGLE)
     name = "model.layers.0.mlp.experts.down_proj.weight"
     assert Weights(folder).format_of(name) == "float8_e4m3fn with one scale"
     out = convert.convert(folder, tmp_path / "out", dtype="float32")
-    chex.assert_trees_all_equal(safetensors.numpy.load_file(out / SINGLE), numbers)
+    expected = {name.replace("model.", "model.language_model.", 1): x for name, x in numbers.items()} | image
+    chex.assert_trees_all_equal(safetensors.numpy.load_file(out / SINGLE), expected)
+    assert model_fields(read_config(out)) == model_fields(given("mistral4"))
     name = "model.layers.1.mlp.experts.gate_up_proj_scale_inv"
     wrong = files | {name: files[name][1:]}
     with pytest.raises(
