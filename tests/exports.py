@@ -111,6 +111,8 @@ OF_FAMILY: dict[str, dict[str, Any]] = {
     | {"hidden_size_per_layer_input": 0, "final_logit_softcapping": 3.0, "tie_word_embeddings": True},
     "gemma4_unified_text": WINDOW
     | {"num_hidden_layers": 6, "global_head_dim": 64, "num_global_key_value_heads": 1, "attention_k_eq_v": True},
+    "mistral4": LATENT
+    | {"rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1}},
 }
 # Further models of a family, which are exported as they are and with a config.json that is made.
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -143,6 +145,14 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "gemma4_text full": {"num_hidden_layers": 2, "layer_types": [FULL, FULL], "final_logit_softcapping": None},
     "deepseek_v3 plain": {"q_lora_rank": None, "rope_interleave": False, "rope_parameters": None, "n_group": 1}
     | {"topk_group": 1, "attention_bias": True},
+    "mistral4 plain": {
+        "q_lora_rank": None,
+        "rope_interleave": False,
+        "first_k_dense_replace": 1,
+        "attention_bias": True,
+    }
+    | {"rope_parameters": LINEAR | {"original_max_position_embeddings": 16, "llama_4_scaling_beta": 0.1}}
+    | {"norm_topk_prob": False, "tie_word_embeddings": True},
     "granitemoehybrid dense": {"num_local_experts": 0, "position_embedding_type": None, "tie_word_embeddings": True}
     | {"mamba_conv_bias": False},
     "nemotron_h dense": {"layers_block_type": ["mlp", "linear_attention", "full_attention"], "use_conv_bias": False},
@@ -160,6 +170,7 @@ KINDS = (*FOLDERS, "made", "merged", "adapter", "gguf")
 LAYOUTS = ("apart", "together")
 # Their classes have none, or another key.
 WITHOUT_HEAD_DIM = ("granitemoe", "granitemoehybrid", "olmoe", "qwen2", "glm4_moe_lite", "deepseek_v2", "deepseek_v3")
+WITHOUT_HEAD_DIM += ("mistral4",)
 
 
 # What GGUF files have in place of options that no file says.
@@ -172,6 +183,7 @@ SAID_IN_GGUF: dict[str, dict[str, Any]] = {
     "deepseek_v2": {"num_key_value_heads": 2, "topk_method": "greedy", "n_group": None, "topk_group": None},
     "deepseek_v3": {"num_key_value_heads": 2, "rope_parameters": YARN | {"mscale": 0.7, "mscale_all_dim": 0.7}},
     "nemotron_h": {"layers_block_type": ["linear_attention", "moe", "full_attention", "linear_attention", "moe"]},
+    "mistral4": {"num_key_value_heads": 2},
 }
 
 

@@ -74,6 +74,7 @@ CASES += ("granite4", "granite4_tied", "granite4_moe", "granite4_moe_tied", "gra
 CASES += ("nemotron", "nemotron_groups", "nemotron_dense")
 CASES += ("gemma4", "gemma4_plain", "gemma4_full", "gemma4_unified", "gemma4_moe", "gemma4_moe_two", "gemma4_moe_all")
 CASES += ("gemma4_e", "gemma4_e_untied", "gemma4_e_shared", "gemma4_e_inputs", "gemma4_e_moe")
+CASES += ("mistral4", "mistral4_half", "mistral4_tied")
 NOT_TRAINED = ("gate.e_score_correction_bias", "layer_scalar")
 
 
@@ -134,7 +135,7 @@ def loss_and_gradients(layers: ByLayer, case: str):
     return jax.value_and_grad(lambda params: mean_loss(layers.logits(params, tokens), labels))
 
 
-@pytest.mark.parametrize("case", quick_at([(case,) for case in CASES], 5, 9, 16, 25, 31, 35))
+@pytest.mark.parametrize("case", quick_at([(case,) for case in CASES], 5, 9, 16, 25, 31, 35, 36))
 def test_logits_are_those_of_transformers(in_float64, case):  # noqa: F811
     layers = ByLayer(model_of(case))
     found = layers.logits(params_of(layers, case), jnp.asarray(REFERENCE[f"{case}/tokens"]))
@@ -213,7 +214,7 @@ def written(folder: Path, case: str, weights: dict[str, np.ndarray], **changes) 
     return folder
 
 
-@pytest.mark.parametrize("case", quick_at([(case,) for case in CASES], 5, 9, 16, 19, 33))
+@pytest.mark.parametrize("case", quick_at([(case,) for case in CASES], 5, 9, 16, 19, 33, 37))
 def test_models_come_out_as_they_went_in(tmp_path, case):
     """To the bit, from files with a tensor for each expert and of all; the same config.json."""
     weights = in_files(case, "weight")
@@ -341,6 +342,41 @@ def test_float8_in_blocks_is_read_as_numbers(tmp_path, case):
     chex.assert_trees_all_equal(safetensors.numpy.load_file(out / SINGLE), numbers)
 
 
+def test_float8_with_one_scale_is_read_as_numbers(tmp_path):
+    """As Mistral publishes it, in Mistral 3: of a matrix, and of each expert in a tensor of all; not those of inputs."""
+    weights, files, numbers = in_files("mistral4", "weight"), {}, {}
+    for name, x in weights.items():
+        numbers[name] = files[name] = x
+        if "_proj" not in name:
+            continue
+        files[name] = codes = x.astype(ml_dtypes.float8_e4m3fn)
+        scale = (
+            np.array(0.75, np.float32) if x.ndim == 2 else np.linspace(0.5, 2, len(x), dtype=np.float32)[:, None, None]
+        )
+        inputs = "activation_scale" if x.ndim == 2 else "_activation_scale"
+        files |= {f"{name}_scale_inv": scale, name.removesuffix("weight") + inputs: np.array(3, np.float32)}
+        numbers[name] = codes.astype(np.float32) * scale
+    entry = {"quant_method": "fp8", "activation_scheme": "static", "weight_block_size": None}
+    folder = written(tmp_path / "in", "mistral4", files, quantization_config=entry)
+    whole = {"model_type": "mistral3", "text_config": given("mistral4"), "tie_word_embeddings": False}
+    (folder / "config.json").write_text(json.dumps(whole | {"quantization_config": entry}))
+    image = {"vision_tower.ln_pre.weight": np.ones(2, np.float16)}
+    published = {f"language_model.{name}": x for name, x in files.items()} | image
+    safetensors.numpy.save_file(published, folder / SINGLE)
+    name = "model.layers.0.mlp.experts.down_proj.weight"
+    assert Weights(folder).format_of(name) == "float8_e4m3fn with one scale"
+    out = convert.convert(folder, tmp_path / "out", dtype="float32")
+    expected = {name.replace("model.", "model.language_model.", 1): x for name, x in numbers.items()} | image
+    chex.assert_trees_all_equal(safetensors.numpy.load_file(out / SINGLE), expected)
+    assert model_fields(read_config(out)) == model_fields(given("mistral4"))
+    name = "model.layers.1.mlp.experts.gate_up_proj_scale_inv"
+    wrong = files | {name: files[name][1:]}
+    with pytest.raises(
+        ConfigError, match=rf"{name}: expected one scale of each matrix for \[7, 12, 16\], got \[6, 1, "
+    ):
+        Weights(written(tmp_path / "wrong", "mistral4", wrong, quantization_config=entry))
+
+
 # --- keys of config.json ----------------------------------------------------------------------------------------------
 
 OF_MUSE = {i: "qk_scale_factor" for i in (11, 12, 13)} | {14: "output_multiplier", 15: "output_multiplier"}
@@ -369,6 +405,9 @@ REFUSED: dict[str, dict[int, str]] = {
     "deepseek_v2": {2: "q_lora_rank", 3: "rope_interleave", 5: "n_group", 11: "scoring_func", 15: "moe_layer_freq"}
     | {i: "mlp_layer_types" for i in range(19, 25)}
     | {27: "rope_mscale_all_dim", 29: "rope_factor", 30: "rope_type linear"},
+    "mistral4": {2: "q_lora_rank", 4: "n_group", 5: "n_group", 8: "head_dim", 13: "expected original_max_position"}
+    | {17: "rope_factor", 21: "rope_type linear", 35: "aux_loss_alpha", 36: "scoring_func", 37: "moe_layer_freq"}
+    | {38: "mlp_layer_types"},
     "olmo2": dict.fromkeys((2, 3, 4), "rope_type none: expected") | {9: "clip_qkv", 10: "norm_after"} | OF_MUSE,
     "olmo3": {4: "rope_parameters", 7: "layer_types", 8: "layer_types", 9: "clip_qkv", 10: "norm_after"}
     | OF_MUSE
@@ -388,6 +427,9 @@ REFUSED: dict[str, dict[int, str]] = {
 
 
 YARN_OF_V3 = {"type": "yarn", "beta_fast": 32, "beta_slow": 1, "original_max_position_embeddings": 4096}
+MISTRALS_ROPE = {"rope_type": "yarn", "type": "yarn", "rope_theta": 10000.0, "factor": 128.0, "beta_fast": 32.0}
+MISTRALS_ROPE |= {"beta_slow": 1.0, "original_max_position_embeddings": 8192, "max_position_embeddings": 2**20}
+MISTRALS_ROPE |= {"mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1, "partial_rotary_factor": 0.5}
 PUBLISHED: dict[str, dict[str, Any]] = {  # keys of config.json beside those that every family has
     "GLM-4.7-Flash": {"model_type": "glm4_moe_lite", "topk_method": "noaux_tc", "n_group": 1, "topk_group": 1}
     | {"first_k_dense_replace": 1, "num_nextn_predict_layers": 1, "partial_rotary_factor": 1.0, "rope_scaling": None}
@@ -407,6 +449,13 @@ PUBLISHED: dict[str, dict[str, Any]] = {  # keys of config.json beside those tha
         "rope_scaling": YARN_OF_V3 | {"factor": 32.0, "mscale": 1.0, "mscale_all_dim": 1.0},
     }
     | {"quantization_config": {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}},
+    "Mistral-Small-4": {
+        "model_type": "mistral3",
+        "vision_config": {"model_type": "pixtral"},
+        "text_config": {"model_type": "mistral4", "head_dim": 128, "qk_head_dim": 128, "max_position_embeddings": 2**20}
+        | {"rope_parameters": MISTRALS_ROPE, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 0},
+        "quantization_config": {"quant_method": "fp8", "activation_scheme": "static", "weight_block_size": None},
+    },
 }
 
 
@@ -415,7 +464,7 @@ def test_published_configs_are_read(tmp_path, name):
     (tmp_path / "config.json").write_text(json.dumps(PUBLISHED[name]))
     config = read_config(tmp_path)
     read = architecture_of(config)
-    factor = {"GLM-4.7-Flash": 1, "DeepSeek-V2-Lite": 1.5896, "Kimi-K2": 1.8133}[name]
+    factor = {"GLM-4.7-Flash": 1, "DeepSeek-V2-Lite": 1.5896, "Kimi-K2": 1.8133, "Mistral-Small-4": 2.2058}[name]
     assert LatentAttention(read).scale == pytest.approx(factor * LatentAttention(read).channels ** -0.5, rel=1e-4)
     assert (read.rope_scaling.score_factor, read.rope_scaling.magnitude) == pytest.approx((factor, 1), rel=1e-4)
     completed = config_json.completed(config, "float32")
@@ -635,6 +684,18 @@ NEMOTRON = dataclasses.replace(
 )
 
 
+MISTRAL4 = dataclasses.replace(
+    WITH_EXPERTS,
+    first_k_dense_replace=0,
+    n_group=1,
+    topk_group=1,
+    scoring_func="softmax",
+    rope_scaling=RopeScaling(
+        "yarn", factor=8.0, original_max_position_embeddings=4, mscale_all_dim=1.0, llama_4_scaling_beta=0.5
+    ),
+)
+
+
 @needs(8)
 @pytest.mark.parametrize(
     "config, devices, placed",
@@ -678,6 +739,9 @@ NEMOTRON = dataclasses.replace(
             (GEMMA4_E, 2, {"cp_size": 2, "cp_method": "ring"}),
             (GEMMA4_E, 2, {"sequence_chunks": 2, "cp_size": 2}),
             (INPUTS_OF_GEMMA4, 2, {"pp_size": 2}),
+            (MISTRAL4, 8, {"zero_level": 3, "cp_size": 2, "tp_size": 2, **ALL}),
+            (MISTRAL4, 2, {"sequence_chunks": 2, "cp_size": 2}),
+            (dataclasses.replace(MISTRAL4, num_hidden_layers=2), 2, {"pp_size": 2}),
         ]
     ),
 )
@@ -707,7 +771,9 @@ def test_adapters_have_one_gradient_however_heads_are_divided(sizes):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("config", [WITH_EXPERTS, OLMO, MUSE, GRANITE_4, NEMOTRON, UNTIED_GEMMA4, UNTIED_GEMMA4_E])
+@pytest.mark.parametrize(
+    "config", [WITH_EXPERTS, OLMO, MUSE, GRANITE_4, NEMOTRON, UNTIED_GEMMA4, UNTIED_GEMMA4_E, MISTRAL4]
+)
 def test_trains_alike_under_every_placement(tmp_path, config):
     """To the bit: with everything offloaded, updated under the next forward pass, and in files."""
     model = decoder_model.build(config)
@@ -723,7 +789,9 @@ def test_trains_alike_under_every_placement(tmp_path, config):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("case", ("glm", "v2_lite", "olmo3", "muse", "granite4", "nemotron", "gemma4", "gemma4_e"))
+@pytest.mark.parametrize(
+    "case", ("glm", "v2_lite", "olmo3", "muse", "granite4", "nemotron", "gemma4", "gemma4_e", "mistral4")
+)
 def test_documents_in_a_row_are_computed_as_alone(in_float64, case):  # noqa: F811
     """Also a document of one token."""
     layers = ByLayer(model_of(case))
@@ -760,6 +828,7 @@ IN_GGUF = {  # what a case's config.json has in place of what no file says
     "glm_groups": {"rope_parameters": MSCALES | {"mscale": 1.0, "mscale_all_dim": 1.0}, "rms_norm_eps": 1e-6},
     "v2": {"topk_method": "greedy", "n_group": None, "topk_group": None},
     "v2_lite": {"attention_bias": False},
+    "mistral4": {},
 }
 NOT_IN_GGUF = {
     "v3": ({}, "rope_attention_factor="),  # mscale is another than mscale_all_dim
@@ -772,6 +841,11 @@ NOT_IN_GGUF = {
     ),
     "muse": ({"layer_rope_theta": [1e4] * 5}, "no_rope_layer_interval=0"),
     "muse_tied": ({}, "post_norm_eps=0.1"),
+    "mistral4_half": ({"rope_interleave": True, "attention_bias": False}, "rope_attention_factor="),
+    "mistral4_tied": (
+        {},
+        "expected rope.scaling.type yarn and expert_gating_func 1 (softmax) in files of mistral4, got",
+    ),
     "v2_tied": ({}, "positions stretched by yarn, got 0, which llama.cpp and transformers compute differently"),
 }
 
@@ -802,10 +876,15 @@ def test_models_go_to_gguf_and_back(tmp_path, case):
         rows = ours[head * (n + v) : (head + 1) * (n + v)].astype(np.float32)
         np.testing.assert_array_equal(keys[head], rows[:n].T)
         np.testing.assert_array_equal(values[head], rows[n:])
-    sizes = {key.removeprefix("deepseek2."): value for key, value in contents.metadata.items()}
+    architecture = "mistral4" if case == "mistral4" else "deepseek2"
+    sizes = {key.removeprefix(f"{architecture}."): value for key, value in contents.metadata.items()}
     names = ("key_length", "value_length", "key_length_mla", "value_length_mla", "head_count_kv", "kv_lora_rank")
     assert [sizes[f"attention.{name}"] for name in names] == [latent + r, latent, n + r, v, 1, latent]
-    assert sizes["rope.dimension_count"] == r and sizes["expert_gating_func"] == (1 if case.startswith("v2") else 2)
+    assert sizes["rope.dimension_count"] == r and sizes["expert_gating_func"] == (
+        1 if case.startswith(("v2", "mistral4")) else 2
+    )
+    growth = [sizes.get(f"attention.temperature_{name}") for name in ("scale", "length")]
+    assert growth == ([pytest.approx(0.7), 10] if case == "mistral4" else [None, None])
     assert sizes.get("attention.q_lora_rank") == config["q_lora_rank"]
     stretch = (config["rope_parameters"] or {}).get("mscale_all_dim")
     assert sizes.get("rope.scaling.yarn_log_multiplier") == (stretch and pytest.approx(0.1 * stretch))

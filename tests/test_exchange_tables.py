@@ -354,6 +354,7 @@ OF_FAMILIES: dict[str, dict[str, Any]] = {
     "granitemoehybrid": {"mlp_joined": True},
     "lfm2": {"qk_norm": True},
     "lfm2_moe": {"qk_norm": True, "scoring_func": "sigmoid"},
+    "mistral4": {"layer_types": "latent_attention"},
     "mixtral": {"norm_topk_prob": True},
     "muse_glimmer_text": {
         "attn_gate_proj": True,

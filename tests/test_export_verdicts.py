@@ -38,6 +38,7 @@ NOT_READ = {
     **{(name, "gguf"): "architecture deepseek2 is not supported" for name in OF_LATENTS},
     ("granitemoehybrid", "gguf"): "architecture granitehybrid is not supported",
     ("nemotron_h", "gguf"): "architecture nemotron_h_moe is not supported",
+    ("mistral4", "gguf"): "architecture mistral4 is not supported",
     ("gemma4_text", "gguf"): "Validation error for field 'num_key_value_heads'",  # of which llama.cpp has a list
     ("gemma4_unified_text", "gguf"): "Validation error for field 'num_key_value_heads'",
     ("gpt_oss", "gguf"): "TypeError: only 0-dimensional arrays",

@@ -45,6 +45,7 @@ FAMILIES = (
     "nemotron_h dense",
     "gemma4_text",
     "gemma4_text inputs",
+    "mistral4",
 )
 # Of those in which also the experts have adapters.
 EXPERTS_TOO = {"nemotron_h": "in_proj,q_proj,k_proj,v_proj,o_proj,up_proj,down_proj"}

@@ -208,9 +208,12 @@ def _numbers(value: Any) -> list[float]:
 
 
 class Float8Scales(NamedTuple):
-    """Sizes (rows, columns) of a float8 matrix' blocks with one scale, and the suffix of the scales' tensor name."""
+    """Sizes (rows, columns) of a float8 matrix' blocks with one scale, and the suffix of the scales' tensor name.
 
-    block: tuple[int, int]
+    block: None: a matrix, of experts each one's, has one scale.
+    """
+
+    block: tuple[int, int] | None
     suffix: str
 
 
@@ -228,6 +231,8 @@ def float8_scales(config: dict[str, Any]) -> Float8Scales | None:
     if method == "bitsandbytes" and entry.get("load_in_4bit") is True and entry.get("bnb_4bit_quant_type") == "nf4":
         return None  # every matrix says how it is quantised, see bitsandbytes.py
     block = entry.get("weight_block_size") if method == "fp8" else None
+    if method == "fp8" and "weight_block_size" in entry and block is None:
+        return Float8Scales(None, "_scale_inv")
     if isinstance(block, list) and len(block) == 2 and all(isinstance(size, int) and size > 0 for size in block):
         return Float8Scales((block[0], block[1]), "_scale_inv")
     got = f"{method!r} without it" if method == "fp8" else repr(method)

@@ -5,6 +5,7 @@
 """
 
 import functools
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
@@ -111,6 +112,7 @@ class Weights:
         in_float8 = {name for name in self._shard_of if self._entry(name).dtype in FLOAT8}
         self._in_float8 = in_float8 - compressed.parts_of(self._in_nvfp4)  # whose scales are in float8
         self._float8 = self._check_scales() if self._in_float8 else Float8Scales((1, 1), "")
+        self._beside |= {scale_of_inputs(name) for name in self._in_float8}
         names = self._shard_of.keys()
         self.in_nf4 = {
             name: bitsandbytes.stored(name, set(names), self._read) for name in sorted(in_nf4 - self._beside)
@@ -167,8 +169,15 @@ class Weights:
             if scales not in self._shard_of:
                 raise ConfigError(f"model_path: {self.path} has {name} in float8 without {scales}; {AGAIN}")
             shape = self._entry(name).shape
-            expected = tuple(-(-size // block_size) for size, block_size in zip(shape, block, strict=False))
             stored = self._entry(scales).shape
+            if block is None:
+                if len(shape) not in (2, 3) or math.prod(stored) != math.prod(shape[:-2]):
+                    raise ConfigError(
+                        f"model_path: {scales}: expected one scale of each matrix for {[*shape]}, got {[*stored]}; "
+                        f"{AGAIN}"
+                    )
+                continue
+            expected = tuple(-(-size // block_size) for size, block_size in zip(shape, block, strict=False))
             if len(shape) != 2 or stored != expected:
                 raise ConfigError(
                     f"model_path: {scales}: expected {[*expected]} scales of blocks {[*block]} for "
@@ -227,6 +236,8 @@ class Weights:
         if name not in self._in_float8:
             return ""
         dtype = self._entry(name).dtype
+        if self._float8.block is None:
+            return f"{dtype} with one scale"
         rows, columns = self._float8.block
         if dtype == ml_dtypes.float8_e4m3fn and rows == columns == block_fp8.BLOCK:
             return "fp8"
@@ -297,9 +308,19 @@ class Weights:
         return array
 
 
-def dequantised(matrix: np.ndarray, scales: np.ndarray, block: tuple[int, int]) -> np.ndarray:
-    """Multiplies a float8 matrix by its blocks' scales, in float32. The blocks at the ends may be smaller."""
+def scale_of_inputs(name: str) -> str:
+    """The name of the scale that rounds the inputs of a product with a float8 matrix; here they are not rounded."""
+    module = name.removesuffix(".weight")
+    return f"{module}{'_' if module == name else '.'}activation_scale"
+
+
+def dequantised(matrix: np.ndarray, scales: np.ndarray, block: tuple[int, int] | None) -> np.ndarray:
+    """Multiplies a float8 matrix, or those of experts, by its blocks' scales, in float32. Blocks at the ends may be
+    smaller; None: a matrix has one scale.
+    """
     numbers = matrix.astype(np.float32)
+    if block is None:
+        return numbers * scales.reshape(*matrix.shape[:-2], 1, 1)
     rows, columns = block
     for i, row_scales in enumerate(scales):
         numbers[i * rows : (i + 1) * rows] *= np.repeat(row_scales, columns)[: numbers.shape[1]]

@@ -37,30 +37,34 @@ ALL_DIM = "mscale_all_dim"
 REQUIRED = WITHOUT_WINDOW | {"attention_bias": (False, True), "moe_layer_freq": (1,)}
 
 
-def _refuse(key: str, expected: str, got: Any, change: str) -> None:
+def refuse(key: str, expected: str, got: Any, change: str) -> None:
+    """Raises the ConfigError about a key of config.json."""
     raise ConfigError(f"model_path: config.json: {key}: expected {expected}, got {got!r}; {change}")
 
 
 def _read(given: dict[str, Any]) -> dict[str, Any]:
     """Reads the `model` fields that the families spell alike."""
-    heads, name = given["num_attention_heads"], given["model_type"]
+    if given.get("head_dim") not in (None, given["qk_rope_head_dim"]):
+        expected = f"qk_rope_head_dim={given['qk_rope_head_dim']}"
+        refuse("head_dim", expected, given["head_dim"], f"remove it: {given['model_type']} has no other heads")
+    return read_latent(given, rope_keys.read_rope(given))
+
+
+def read_latent(given: dict[str, Any], rope_fields: dict[str, Any]) -> dict[str, Any]:
+    """Reads the `model` fields of latent attention, with those of the rotary embedding but the factor of scores."""
+    heads = given["num_attention_heads"]
     if given["num_key_value_heads"] not in (None, heads):
-        _refuse(
+        refuse(
             "num_key_value_heads",
             f"num_attention_heads={heads}, since latents make keys and values of every head",
             given["num_key_value_heads"],
             "fetch it again",
         )
     if given["q_lora_rank"] == 0:
-        _refuse("q_lora_rank", "null, or more than 0", 0, "set it to null for queries of one matrix")
-    rope = rope_keys.said(given)
-    scores = rope.get(ALL_DIM)
-    fields = window_keys.read_everywhere(given) | rope_keys.read_rope(given)
-    if scores:
+        refuse("q_lora_rank", "null, or more than 0", 0, "set it to null for queries of one matrix")
+    fields = window_keys.read_everywhere(given) | rope_fields
+    if scores := rope_keys.said(given).get(ALL_DIM):
         fields[f"rope_{ALL_DIM}"] = float(scores)
-    if given.get("head_dim") not in (None, given["qk_rope_head_dim"]):
-        expected = f"qk_rope_head_dim={given['qk_rope_head_dim']}"
-        _refuse("head_dim", expected, given["head_dim"], f"remove it: {name} has no other heads")
     return fields | {
         "num_experts": given["n_routed_experts"],
         "q_lora_rank": given["q_lora_rank"] or 0,
@@ -77,17 +81,17 @@ def _read_glm(given: dict[str, Any]) -> dict[str, Any]:
     dense = types.count("dense")
     if types != ["dense"] * dense + ["sparse"] * (layers - dense):
         expected = f"'dense' for the first of {layers} layers and 'sparse' for the others"
-        _refuse(BY_LAYER, expected, types, "layers without experts between others are not computed")
+        refuse(BY_LAYER, expected, types, "layers without experts between others are not computed")
     if given[DENSE] not in (None, dense):
         expected = f"{dense}, which follows from {BY_LAYER}, or from its default"
-        _refuse(DENSE, expected, given[DENSE], f"transformers does not read it: correct {BY_LAYER}")
+        refuse(DENSE, expected, given[DENSE], f"transformers does not read it: correct {BY_LAYER}")
     return _read(given) | {DENSE: dense} | _groups(given)
 
 
 def _groups(given: dict[str, Any]) -> dict[str, Any]:
     for key in ("n_group", "topk_group"):
         if given[key] is None:
-            _refuse(key, "a number", None, "set it to 1 for experts in one group")
+            refuse(key, "a number", None, "set it to 1 for experts in one group")
     return {"n_group": given["n_group"], "topk_group": given["topk_group"]}
 
 
@@ -95,10 +99,10 @@ def _read_v2(given: dict[str, Any]) -> dict[str, Any]:
     """Reads the groups of experts, which count with one of two methods."""
     method = given["topk_method"]
     if method not in ("greedy", "group_limited_greedy"):
-        _refuse("topk_method", "'greedy' or 'group_limited_greedy'", method, "transformers computes no other")
+        refuse("topk_method", "'greedy' or 'group_limited_greedy'", method, "transformers computes no other")
     if given["hidden_size"] % given["num_attention_heads"]:
         expected = f"a multiple of num_attention_heads={given['num_attention_heads']}, as transformers' class asks for"
-        _refuse("hidden_size", expected, given["hidden_size"], "fetch it again")
+        refuse("hidden_size", expected, given["hidden_size"], "fetch it again")
     groups = {} if method == "greedy" else _groups(given)
     return _read(given) | groups | {"num_experts_per_tok": given["num_experts_per_tok"] or 0}
 
@@ -107,7 +111,8 @@ def _read_v3(given: dict[str, Any]) -> dict[str, Any]:
     return _read(given) | _groups(given)
 
 
-def _write(fields: dict[str, Any]) -> dict[str, Any]:
+def write(fields: dict[str, Any]) -> dict[str, Any]:
+    """Writes the keys that the families spell alike."""
     rope = rope_keys.write_rope(fields)
     if fields[f"rope_{ALL_DIM}"] and rope["rope_scaling"]:
         rope["rope_scaling"][ALL_DIM] = fields[f"rope_{ALL_DIM}"]
@@ -123,7 +128,7 @@ def _write(fields: dict[str, Any]) -> dict[str, Any]:
 
 def _write_sigmoid(fields: dict[str, Any]) -> dict[str, Any]:
     own = {name: fields[name] for name in ("norm_topk_prob", "rope_interleave", DENSE)}
-    return _write(fields) | own | {"num_nextn_predict_layers": 0}
+    return write(fields) | own | {"num_nextn_predict_layers": 0}
 
 
 def _write_glm(fields: dict[str, Any]) -> dict[str, Any]:
@@ -133,7 +138,7 @@ def _write_glm(fields: dict[str, Any]) -> dict[str, Any]:
 
 def _write_v2(fields: dict[str, Any]) -> dict[str, Any]:
     method = "greedy" if fields["n_group"] == 1 else "group_limited_greedy"
-    return _write(fields) | {"topk_method": method, DENSE: fields[DENSE], "norm_topk_prob": False}
+    return write(fields) | {"topk_method": method, DENSE: fields[DENSE], "norm_topk_prob": False}
 
 
 NAMES = {

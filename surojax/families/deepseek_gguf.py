@@ -43,7 +43,7 @@ def before_writing(config: dict[str, Any]) -> dict[str, Any]:
         VALUE: config["kv_lora_rank"],
         KEY_MLA: n + r,
         VALUE_MLA: config["v_head_dim"],
-        GATING: SOFTMAX if config["model_type"] == "deepseek_v2" else SIGMOID,
+        GATING: SOFTMAX if config["model_type"] in ("deepseek_v2", "mistral4") else SIGMOID,
         STRETCH: 0.1 * stretched if stretched else None,
     }
 

@@ -1,4 +1,4 @@
-"""Mistral (a window in every layer), Ministral 3 (queries that grow with their position), and both in Mistral 3."""
+"""Mistral (a window in every layer), Ministral 3 (queries that grow with their position), and what is in Mistral 3."""
 
 from typing import Any
 
@@ -20,26 +20,32 @@ MISTRAL = ModelFamily(
     write=_write,
 )
 
-BETA = "llama_4_scaling_beta"  # in rope_parameters; the `model` field is rope_llama_4_scaling_beta
+# In rope_parameters; the `model` fields have "rope_" before these names.
+BETA, ORIGINAL = "llama_4_scaling_beta", "original_max_position_embeddings"
 
 
-def _read_ministral3(given: dict[str, Any]) -> dict[str, Any]:
-    rope = rope_keys.said(given)
-    rope.pop("max_position_embeddings", None)  # says again what config.json says
-    for key in (BETA, "original_max_position_embeddings"):
+def read_growing(given: dict[str, Any], rope: dict[str, Any]) -> dict[str, Any]:
+    """Reads the `model` fields of a rotary embedding with queries that grow. rope: `rope_parameters`.
+
+    Raises ConfigError if it lacks what transformers needs.
+    """
+    rope = {key: value for key, value in rope.items() if key != "max_position_embeddings"}  # config.json says it too
+    for key in (BETA, ORIGINAL):
         if rope.get(key) is None:
             raise ConfigError(
                 f"model_path: config.json: rope_parameters: expected {key}, without which transformers does not "
-                f"compute ministral3, got none; add it ({BETA} is 0 for queries that do not grow)"
+                f"compute {given['model_type']}, got none; add it ({BETA} is 0 for queries that do not grow)"
             )
     beta = rope.pop(BETA)
-    original = rope["original_max_position_embeddings"]
+    original = rope[ORIGINAL]
     if rope.get("rope_type", rope.get("type", "default")) in ("default", "linear"):
-        del rope["original_max_position_embeddings"]  # of the queries alone
-    fields = window_keys.read_everywhere(given) | rope_keys.rope_fields(given, rope)
-    if beta:
-        fields |= {f"rope_{BETA}": beta, "rope_original_max_position_embeddings": original}
-    return fields
+        del rope[ORIGINAL]  # of the queries alone
+    grow = {f"rope_{BETA}": beta, f"rope_{ORIGINAL}": original} if beta else {}
+    return rope_keys.rope_fields(given, rope) | grow
+
+
+def _read_ministral3(given: dict[str, Any]) -> dict[str, Any]:
+    return window_keys.read_everywhere(given) | read_growing(given, rope_keys.said(given))
 
 
 def _write_ministral3(fields: dict[str, Any]) -> dict[str, Any]:
@@ -108,4 +114,4 @@ MINISTRAL3 = ModelFamily(
 )
 
 
-MISTRAL3 = ImageTextFamily(model_type="mistral3", text_types=("mistral", "ministral3"))
+MISTRAL3 = ImageTextFamily(model_type="mistral3", text_types=("mistral", "ministral3", "mistral4"))

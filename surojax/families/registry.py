@@ -13,6 +13,7 @@ from surojax.families.granite_hybrid import GRANITE_HYBRID
 from surojax.families.lfm2 import LFM2, LFM2_MOE
 from surojax.families.llama import LLAMA
 from surojax.families.mistral import MINISTRAL3, MISTRAL, MISTRAL3
+from surojax.families.mistral4 import MISTRAL4
 from surojax.families.mixtral import MIXTRAL
 from surojax.families.muse import MUSE_GLIMMER, MUSE_GLIMMER_IMAGES
 from surojax.families.nemotron_h import NEMOTRON_H
@@ -55,6 +56,7 @@ FAMILIES: dict[str, ModelFamily] = {
         NEMOTRON_H,
         GEMMA4,
         GEMMA4_UNIFIED,
+        MISTRAL4,
     )
 }
 IMAGE_TEXT_FAMILIES: dict[str, ImageTextFamily] = {

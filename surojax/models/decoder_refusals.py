@@ -230,7 +230,6 @@ EVERY_NTH = (
 OF_ATTENTION = (
     is_set("model.head_dim", 32),
     is_set("model.rope_partial_rotary_factor", 0.5),
-    is_set("model.rope_llama_4_scaling_beta", 0.1),
     is_set("model.rope_local_base_freq", 1e4, WINDOW),
     is_set("model.no_rope_layer_interval", 2),
     is_set("model.query_pre_attn_scalar", 16.0),

@@ -311,6 +311,13 @@ class Operations:
 
         return recomputed(rotated, self.starts is not None)(q_BSHh, k_BSKh, self.starts)
 
+    def grown(self, q_BSHh: jax.Array, first: jax.Array | int, scaling: RopeScaling) -> jax.Array:
+        """Scales queries by their position, as `rotate` does, if the rotary embedding asks for it."""
+        if not scaling.llama_4_scaling_beta:
+            return q_BSHh
+        positions = positions_of(q_BSHh.shape[1], self.starts, first, self.compute.cp_method)
+        return scale_by_position(q_BSHh, positions, scaling)
+
     def _turned(self, q, k, positions: jax.Array, theta: float, scaling: RopeScaling) -> tuple[jax.Array, jax.Array]:
         """Applies `rope` to all channels of queries and keys, by XLA or by the kernel."""
         if self._by_xla:

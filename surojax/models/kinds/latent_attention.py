@@ -17,6 +17,7 @@ Shape suffixes: B batch, S sequence, T its tokens up to the last one of S, D hid
 a query and a key, n those that do not rotate, r those that do, v channels of a value, L numbers of a latent.
 """
 
+import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, NamedTuple
@@ -120,9 +121,10 @@ class LatentAttention(Mixer):
         q_BSHr, k_BS1r = q_BSHh[..., c.qk_nope_head_dim :], kv[:, :, None, c.kv_lora_rank :]
         if c.rope_interleave:
             q_BSHr, k_BS1r = pairs_as_halves(q_BSHr), pairs_as_halves(k_BS1r)
-        q_BSHr, k_BS1r = ops.rotate(q_BSHr, k_BS1r, first, *c.rotary(ops.variant))
+        base, scaling = c.rotary(ops.variant)
+        q_BSHr, k_BS1r = ops.rotate(q_BSHr, k_BS1r, first, base, dataclasses.replace(scaling, llama_4_scaling_beta=0.0))
         q_BSHh = jnp.concatenate([q_BSHh[..., : c.qk_nope_head_dim], q_BSHr], axis=-1)
-        return q_BSHh, Latents(latent_BSL, k_BS1r[:, :, 0])
+        return ops.grown(q_BSHh, first, scaling), Latents(latent_BSL, k_BS1r[:, :, 0])
 
     def earlier(self, x_BSD: jax.Array, ops: Operations, norm: Callable | None, first: int) -> Earlier:
         """The `Latents` of a chunk x or norm(x), which later chunks attend to."""
