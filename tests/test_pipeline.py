@@ -237,7 +237,7 @@ def test_resident_layers_are_the_first_of_each_stage():
 REFUSED = [
     (
         {"cp_size": 2, "gpus": 8, "cp_method": "ring", "attention": "xla"},
-        "cp_method: expected 'ulysses' with pp_size=4, since .*; set cp_method='allgather'",
+        "cp_method: expected 'ulysses' or 'allgather' with pp_size=4, since .*; set cp_method='allgather'",
     ),
     ({"model.num_hidden_layers": 6}, "pp_size: expected at most 3, since so many stages of 2 have all 6 layers, got 4"),
     ({"model.num_hidden_layers": 2}, "pp_size: expected at most 2, since so many stages of 1 have all 2 layers, got 4"),

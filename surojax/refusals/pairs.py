@@ -272,7 +272,7 @@ TABLE: tuple[Refusal, ...] = (
         "leave it out, or raise cp_size",
     ),
     Refusal(
-        is_set("cp_method", "ring", {"cp_size": 2}),
+        is_one_of("cp_method", "ring", instead="'ulysses' or 'allgather'", needs={"cp_size": 2}),
         stages,
         "since the GPUs of all stages would have to take each hop together",
         "set cp_method='allgather'",
