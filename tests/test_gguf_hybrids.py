@@ -5,6 +5,7 @@ That llama.cpp computes such files as transformers computes the models is record
 
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -232,27 +233,62 @@ def test_a_file_of_gemma_4_that_says_no_cap_has_the_one_of_llama_cpp(tmp_path):
         metadata_config(contents, vectors | odd)
 
 
-def test_gate_and_up_of_all_experts_may_be_one_tensor(tmp_path):
-    """As llama.cpp's converter writes Gemma 4's, and other models' if it is asked to."""
-    contents, said, ours = go_and_back(tmp_path, "gemma4_moe")
-    reader = gguf.GGUFReader(contents.path)
-    writer = gguf.GGUFWriter(tmp_path / "one.gguf", said["general.architecture"])
+def rewritten(path: Path, out: Path, changed: Callable[[dict[str, np.ndarray]], dict[str, np.ndarray]]) -> Path:
+    """Writes a file in float32 again, with other tensors."""
+    reader = gguf.GGUFReader(path)
+    writer = gguf.GGUFWriter(out, reader.fields["general.architecture"].contents())
     for key, field in reader.fields.items():
         if not key.startswith("GGUF.") and key != "general.architecture":
             writer.add_key_value(key, field.contents(), field.types[0], field.types[-1] if field.types[1:] else None)
-    stored = {tensor.name: np.array(tensor.data) for tensor in reader.tensors}
-    for name, x in stored.items():
-        if "ffn_gate_exps" in name:
-            both = np.concatenate([x, stored[name.replace("gate", "up")]], axis=1)
-            writer.add_tensor(name.replace("gate", "gate_up"), both)
-        elif "ffn_up_exps" not in name:
-            writer.add_tensor(name, x)
+    for name, x in changed({tensor.name: np.array(tensor.data) for tensor in reader.tensors}).items():
+        writer.add_tensor(name, x)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    found = GgufTensors(tmp_path / "one.gguf")
+    return out
+
+
+def test_gate_and_up_of_all_experts_may_be_one_tensor(tmp_path):
+    """As llama.cpp's converter writes Gemma 4's, and other models' if it is asked to."""
+    contents, _, ours = go_and_back(tmp_path, "gemma4_moe")
+
+    def joined(stored):
+        apart = {name: x for name, x in stored.items() if "ffn_gate_exps" in name}
+        both = {name: np.concatenate([x, stored[name.replace("gate", "up")]], axis=1) for name, x in apart.items()}
+        others = {name: x for name, x in stored.items() if "ffn_gate_exps" not in name and "ffn_up_exps" not in name}
+        return others | {name.replace("gate", "gate_up"): x for name, x in both.items()}
+
+    found = GgufTensors(rewritten(contents.path, tmp_path / "one.gguf", joined))
     assert found.names == ours.keys()
     for name, x in ours.items():
         assert found.shape(name) == x.shape
         np.testing.assert_array_equal(found.read(name), x, err_msg=name)
+
+
+def test_keys_of_layers_that_share_them_are_left_aside(tmp_path):
+    """Published files of E2B and E4B have them, as their safetensors do, and llama.cpp reads them in no layer."""
+    contents, _, ours = go_and_back(tmp_path, "gemma4_e")
+    names = [f"blk.3.attn_{name}.weight" for name in ("k", "k_norm", "v")]
+    more = {name: np.ones((6, 18), np.float32) for name in names}
+    found = GgufTensors(rewritten(contents.path, tmp_path / "more.gguf", lambda stored: stored | more))
+    assert found.names == ours.keys() and found.left_aside == names
+    assert model_fields(metadata_config(open_file(found.path))) == model_fields(metadata_config(contents))
+
+
+def test_a_layers_columns_of_a_table_are_read_alone(tmp_path):
+    """Also of blocks that have numbers of two layers."""
+    numbers = np.random.default_rng(0).normal(size=(3, 64)).astype(np.float32)
+    writer = gguf.GGUFWriter(tmp_path / "x.gguf", "gemma4")
+    kind = gguf.GGMLQuantizationType.Q8_0
+    writer.add_tensor("table", gguf.quants.quantize(numbers, kind), raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    contents = open_file(tmp_path / "x.gguf")
+    whole = read_numbers(contents, "table")
+    np.testing.assert_allclose(whole, numbers, rtol=0, atol=0.02)
+    for parts in (2, 4):
+        for i, part in enumerate(np.split(whole, parts, axis=1)):
+            np.testing.assert_array_equal(read_numbers(contents, "table", (i, parts)), part)
