@@ -12,7 +12,7 @@ from commands import generate
 from small import CONFIG, Small, needs, quick_at
 from test_grpo import ORDER_OF_SUMS, ROW, A, B, S, batch, config, engine_of, settings
 
-from surojax import ConfigError, train
+from surojax import ConfigError, default_config, train
 from surojax.data.__main__ import prepare
 from surojax.data.data_rows import BadRow, DataRow
 from surojax.data.examples import Example
@@ -138,7 +138,7 @@ def sampled(prompt=(5, 6, 7)) -> tuple[dict, dict]:
 def test_rollouts_have_the_experts_that_a_step_would_choose():
     """A step with them is the step without, to the bit."""
     row, _ = sampled()
-    encoder = RolloutEncoder(64, TokenRoutes(L, K, E))
+    encoder = RolloutEncoder(64, TokenRoutes(L, K, E, without=(0,)))
     found = encoder.item(DataRow(row | {"advantages": [1, -1, 0.5, 2]}, "")).content
     assert isinstance(found, Example)
     assert len({len(ids) for ids in row["completion_ids"]}) > 1
@@ -194,6 +194,7 @@ BAD = [
     ([[[[0.5, 1]] * 2] * 3, *EXPERTS_OF_ROW[1:]], "routed_experts[0]: expected numbers of experts [3, 2, 2]"),
     ([[[[0, 3]] * 2] * 3, *EXPERTS_OF_ROW[1:]], "routed_experts[0]: expected experts 0 to 2, got 0 to 3; replay the"),
     ([[[[0, -1]] * 2] * 3, *EXPERTS_OF_ROW[1:]], "routed_experts[0]: expected experts 0 to 2, got -1 to 0; replay"),
+    ([[[[0, 1], [2, 2]]] * 3, *EXPERTS_OF_ROW[1:]], "routed_experts[0]: expected 2 experts of each token and layer, got"),
 ]
 
 
@@ -201,6 +202,28 @@ BAD = [
 def test_bad_experts_are_one_line(value, reason):
     found = read(ROW | {"routed_experts": value})
     assert isinstance(found, BadRow) and found.reason.startswith(reason) and "\n" not in found.reason
+
+
+@pytest.mark.parametrize(
+    "fields, without",
+    [
+        ({}, ()),
+        ({"first_k_dense_replace": 2}, (0, 1)),
+        ({"one_purpose": True, "layer_types": "mamba2, experts"}, (0, 2)),
+    ],
+)
+def test_layers_without_experts_name_none(fields, without):
+    """Whatever a row says of them is read, but one expert twice in a layer that routes is not."""
+    c = default_config()
+    c.model.update({"num_hidden_layers": 4, "num_experts": 3, "num_experts_per_tok": 2} | fields)
+    c.router_replay = True
+    routes = TokenRoutes.of(c)
+    assert routes == (4, 2, 3, without)
+    for layer in range(4):
+        of_token = [[0, 1]] * 4
+        of_token[layer] = [2, 2]
+        found = read(ROW | {"routed_experts": [[of_token] * tokens for tokens in (3, 4, 2)]}, routes)
+        assert isinstance(found, Example) == (layer in without)
 
 
 def test_experts_that_would_not_be_read_are_refused():
@@ -260,6 +283,6 @@ def test_the_command_writes_rows_that_train_reads(tmp_path):
     generate.write_rollouts(trained, ["ab", "c"], file, **options)
     for line in file.read_text().splitlines():
         found = (
-            RolloutEncoder(320, TokenRoutes(L, K, E)).item(DataRow(json.loads(line) | {"rewards": [1, 0]}, "")).content
+            RolloutEncoder(320, TokenRoutes(L, K, E, without=(0,))).item(DataRow(json.loads(line) | {"rewards": [1, 0]}, "")).content
         )
         assert isinstance(found, Example) and found.numbers[IN_EXAMPLE].shape == (len(found.ids), L * K)

@@ -39,17 +39,26 @@ ROUNDING = 1e-2  # by which a log-probability may be above 0
 
 
 class TokenRoutes(NamedTuple):
-    """The sizes of what rows say of experts: in each layer of the model a token chooses some of all experts."""
+    """The sizes of what rows say of experts: in each layer of the model a token chooses some of all experts.
+
+    without: numbers of the layers that have none, of which rows say anything.
+    """
 
     layers: int
     choices: int
     experts: int
+    without: tuple[int, ...] = ()
 
     @classmethod
     def of(cls, c: Any) -> "TokenRoutes | None":
         """Reads the sizes in a config whose model is known; None without router_replay."""
-        model = c.model
-        return cls(model.num_hidden_layers, model.num_experts_per_tok, model.num_experts) if c.router_replay else None
+        m = c.model
+        if not c.router_replay:
+            return None
+        types = [name.strip() for name in m.layer_types.split(",")]
+        of_purpose = [m.one_purpose and types[l % len(types)] != "experts" for l in range(m.num_hidden_layers)]
+        without = (l for l, other in enumerate(of_purpose) if other or l < m.first_k_dense_replace)
+        return cls(m.num_hidden_layers, m.num_experts_per_tok, m.num_experts, tuple(without))
 
     def read(self, value: Any, tokens: int, name: str) -> np.ndarray:
         """Returns a completion's choices, float32 [tokens, layers * choices], the last token's 0. Raises NotARow."""
@@ -66,6 +75,9 @@ class TokenRoutes(NamedTuple):
                 f"{name}: expected experts 0 to {self.experts - 1}, got {numbers.min()} to {numbers.max()}; replay the "
                 "choices of a model with the same experts"
             )
+        ordered = np.sort(np.delete(numbers, self.without, axis=1), axis=-1)
+        if (twice := ordered[..., 1:][ordered[..., 1:] == ordered[..., :-1]]).size:
+            raise NotARow(f"{name}: expected {self.choices} experts of each token and layer, got {twice[0]} twice")
         of_last = np.zeros((1, self.layers * self.choices))
         return np.concatenate([numbers.reshape(tokens - 1, -1), of_last]).astype(np.float32)
 
@@ -84,7 +96,7 @@ class RolloutEncoder:
 
     @property
     def fingerprint(self) -> str:
-        return "rollouts 1" if self.routes is None else f"rollouts 1, experts of {[*self.routes]}"
+        return "rollouts 1" if self.routes is None else f"rollouts 1, experts of {[*self.routes[:3]]}"
 
     def item(self, row: DataRow | BadRow) -> Item[Example]:
         """Makes the example of a row, or a `BadRow` with the reason why not."""
