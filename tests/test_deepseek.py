@@ -683,6 +683,13 @@ NEMOTRON = dataclasses.replace(
     residual_multiplier=1.0,
 )
 
+# Both stages have a layer of each purpose, in another order.
+STAGES_OF_NEMOTRON = dataclasses.replace(
+    NEMOTRON,
+    num_hidden_layers=8,
+    layer_types="mamba2,experts,full_attention,mlp,experts,mamba2,mlp,full_attention",
+)
+
 
 MISTRAL4 = dataclasses.replace(
     WITH_EXPERTS,
@@ -727,6 +734,7 @@ MISTRAL4 = dataclasses.replace(
             (NEMOTRON, 8, {"zero_level": 3, "cp_size": 2, "tp_size": 2, **ALL}),
             (NEMOTRON, 1, {"sequence_chunks": 2}),
             (NEMOTRON, 4, {"zero_level": 3, "ep_size": 2, "tp_size": 2}),
+            (STAGES_OF_NEMOTRON, 4, {"pp_size": 2, "zero_level": 1, "tp_size": 2}),
             (GEMMA4, 8, {"zero_level": 3, "cp_size": 2, "tp_size": 2, "shard_outer": True, **ALL}),
             (GEMMA4, 4, {"cp_size": 2, "tp_size": 2, "cp_method": "ring"}),
             (GEMMA4, 1, {"sequence_chunks": 2}),

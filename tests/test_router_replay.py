@@ -9,10 +9,10 @@ import jax
 import numpy as np
 import pytest
 from commands import generate
-from small import CONFIG, Small, quick_at
+from small import CONFIG, Small, needs, quick_at
 from test_grpo import ORDER_OF_SUMS, ROW, A, B, S, batch, config, engine_of, settings
 
-from surojax import ConfigError, train
+from surojax import ConfigError, default_config, train
 from surojax.data.__main__ import prepare
 from surojax.data.data_rows import BadRow, DataRow
 from surojax.data.examples import Example
@@ -65,7 +65,11 @@ def trained(*how, **options) -> dict[str, float]:
 
 
 def evaluated(**options) -> float:
-    small, arrays = placed(**options)
+    return loss_of(*placed(**options))
+
+
+def loss_of(small: Small, arrays: list[np.ndarray]) -> float:
+    """The loss by a program that only evaluates."""
     engine = engine_of(small, small.engine.objective)
     sums, terms = make_eval_step(engine, small.plan, small.mesh)(
         small.state.weights, *small.put([x[0] for x in arrays])
@@ -100,6 +104,26 @@ def test_on_every_axis_and_in_every_memory(devices, options, tmp_path):
         compute = decoder_model.Compute(sequence_chunks=options.pop("sequence_chunks"))
         options["compute"] = compute
     assert trained(devices, replays=True, **options) == pytest.approx(expected, rel=ORDER_OF_SUMS)
+
+
+@needs(2)
+@pytest.mark.parametrize("schedule", quick_at([("gpipe",), ("1f1b",)], 1))
+def test_every_stage_replays_the_experts_of_its_own_layers(schedule):
+    """Which differ by layer, by token and by microbatch."""
+    config = dataclasses.replace(EXPERTS, first_k_dense_replace=0)
+    random = np.random.default_rng(0)
+    chosen = random.permuted(np.broadcast_to(np.arange(E, dtype=np.float32), (A, B, S, L, E)), axis=-1)[..., :K]
+    results = []
+    for routes in (chosen, chosen[..., ::-1, :]):
+        arrays = batch() | {ROUTES: np.ascontiguousarray(routes).reshape(A, B, S, L * K)}
+        for devices, options in ((1, {}), (2, {"pp_size": 2, "pp_schedule": schedule})):
+            small = Small(devices, config=config, objective=REPLAYED, batch=(A, B, S), **options)
+            given = [arrays[name] for name in small.engine.batch_arrays]
+            evaluation = loss_of(small, given)
+            metrics = small.step(small.state, *small.put(given))[1]
+            results.append([float(metrics["loss"]), float(metrics["grad_norm"]), evaluation])
+    np.testing.assert_allclose(results[1::2], results[::2], rtol=ORDER_OF_SUMS)
+    assert abs(results[0][1] / results[2][1] - 1) > 1e-3
 
 
 def sampled(prompt=(5, 6, 7)) -> tuple[dict, dict]:

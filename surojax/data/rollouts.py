@@ -100,7 +100,7 @@ class RolloutEncoder:
 
     @property
     def fingerprint(self) -> str:
-        return "rollouts 1" if self.routes is None else f"rollouts 1, experts of {[*self.routes]}"
+        return "rollouts 1" if self.routes is None else f"rollouts 1, experts of {[*self.routes[:3]]}"
 
     def item(self, row: DataRow | BadRow) -> Item[Example]:
         """Makes the example of a row, or a `BadRow` with the reason why not."""

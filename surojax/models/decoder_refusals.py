@@ -314,7 +314,7 @@ REFUSALS = (
     Refusal(is_on("model.expert_bias", **EXPERTS), without_gate, "with which it is not built", "leave it out"),
     Refusal(gated_shared, without_gate, "with which it is not built", "leave one of them out"),
     *refuse_each(
-        (is_on("model.sandwich_norms"), dense_first, is_set("pp_size", 2)),
+        (is_on("model.sandwich_norms"), dense_first),
         one_purpose,
         "with which it is not built",
         "leave one of them out",

@@ -28,7 +28,8 @@ class Microbatch(NamedTuple):
 
     inputs_BS, and targets: the objective's arrays by name, of this device's tokens. starts_BS: of the documents of
     whole sequences, None if the engine is not packed. counted: a function that returns which of this device's tokens
-    have a term in the objective. recipe_inputs: a function of the number of a layer.
+    have a term in the objective. recipe_inputs: a function of the number of a layer. first: number in the model of the
+    first layer of those that numbers are of, which is a stage's.
     """
 
     inputs_BS: jax.Array
@@ -36,11 +37,12 @@ class Microbatch(NamedTuple):
     starts_BS: jax.Array | None
     counted: Callable
     recipe_inputs: Callable
+    first: jax.Array | int = 0
 
     def of_tokens(self, segment: Segment, number: jax.Array | int) -> tuple:
         """The arguments of a layer that describe tokens: document starts, and if it has a router also `Routing`.
 
-        number: of the layer in the model.
+        number: of the layer.
         """
         if segment.statistics is None:
             return (self.starts_BS,)
@@ -50,7 +52,7 @@ class Microbatch(NamedTuple):
         """The experts `[B, S, k]` that a layer's tokens were sent to when they were sampled; None: they choose."""
         if segment.statistics is None or ROUTES not in self.targets:
             return None
-        start = number * segment.choices
+        start = (self.first + number) * segment.choices
         routes_BSk = jax.lax.dynamic_slice_in_dim(self.targets[ROUTES], start, segment.choices, axis=-1)
         return routes_BSk.astype(jnp.int32)
 

@@ -137,7 +137,7 @@ class PipelineStage:
             number = first_layer_of_stage(self.engine) + l
             return inputs_of_stage(self.model, number, self.of_model(a, number))
 
-        return self.batch.microbatch(a, recipe_inputs)
+        return self.batch.microbatch(a, recipe_inputs)._replace(first=first_layer_of_stage(self.engine))
 
     def entries_of(self, a) -> dict[str, Callable]:
         """Returns functions from a layer to its entry in the residual stacks of several microbatches, by segment.
@@ -351,7 +351,7 @@ def evaluate(engine: Engine, weights, *batch_BS: jax.Array):
             return inputs_of_stage(model, first_layer_of_stage(engine) + l, NO_INPUTS)
 
         pattern_layers = layers.of_patterns[pattern]
-        of_stage = each._replace(starts_BS=starts_BS, recipe_inputs=inputs)
+        of_stage = each._replace(starts_BS=starts_BS, recipe_inputs=inputs, first=first_layer_of_stage(engine))
         verbs_of = {name: LayerVerbs.of(engine, segment) for name, segment in pattern_layers.segments.items()}
         (x_BSD,) = infer(pattern_layers, verbs_of, [x_BSD], of_stage)
         return x_BSD
