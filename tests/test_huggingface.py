@@ -243,6 +243,12 @@ LINEAR = {"rope_type": "linear", "factor": 4.0}
         (HYBRID | {"mamba_chunk_size": -1}, r"mamba_chunk_size: expected a whole number from 1 on, got -1"),
         (HYBRID | {"position_embedding_type": 1}, r"position_embedding_type: expected rope, nope or null, got 1"),
         ({"model_type": "nemotron_h", "chunk_size": 0}, r"chunk_size: expected a whole number from 1 on, got 0"),
+        (
+            {"model_type": "gemma4_unified_text", "per_layer_config": {"a": 1}},
+            r"per_layer_config: expected the same head_dim and num_key_value_heads for each layer with full_attention",
+        ),
+        ({"model_type": "lfm2", "rope_theta": None}, r"rope_theta: expected a number, got null"),
+        ({"model_type": "olmoe", "num_attention_heads": 0}, r"num_attention_heads: expected more than 0, got 0"),
         ({"model_type": "gemma4_unified_text", "per_layer_config": 0}, r"per_layer_config: expected an object, got 0"),
         ({"model_type": "qwen3_next", "rope_parameters": False}, r"rope_parameters: expected an object, got False"),
         ({"model_type": "olmo2", "pad_token_id": "default"}, r"pad_token_id: expected a whole number, got 'default'"),
