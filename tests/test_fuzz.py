@@ -681,7 +681,8 @@ def run_fields(number: int, folder: Path) -> str:
 KINDS: dict[str, Callable[[int, Path], str]] = {
     **{
         name: lambda number, folder, name=name: run_file(name, number, folder)
-        for name in TARGETS.keys() - {name for names in OF_FAMILIES.values() for name in names}
+        for name in TARGETS
+        if not any(name in names for names in OF_FAMILIES.values())
     },
     **{
         kind: lambda number, folder, names=names: run_file(names[number % len(names)], number, folder)
