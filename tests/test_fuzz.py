@@ -391,6 +391,7 @@ OF_PEFT: dict[str, Any] = {
     "exclude_modules": ["q_proj"], "layers_to_transform": [0], "layers_pattern": "x", "layer_replication": [[0, 1]],
     "bias": "all", "lora_bias": True, "use_qalora": True, "use_bdlora": {}, "trainable_token_indices": [1],
     "megatron_config": {"a": 1}, "alora_invocation_tokens": [1], "arrow_config": {"a": 1}, "velora_config": {"a": 1},
+    "kasa_config": {"a": 1}, "monteclora_config": {"a": 1},
     "ensure_weight_tying": True, "modules_to_save": ["lm_head"], "rank_pattern": {"q_proj": 1},
     "alpha_pattern": {"q_proj": 1}, "target_parameters": ["mlp.experts.down_proj"], "use_dora": True,
     "use_rslora": True, "init_lora_weights": "pissa", "fan_in_fan_out": True, "task_type": "SEQ_CLS",
@@ -681,7 +682,8 @@ def run_fields(number: int, folder: Path) -> str:
 KINDS: dict[str, Callable[[int, Path], str]] = {
     **{
         name: lambda number, folder, name=name: run_file(name, number, folder)
-        for name in TARGETS.keys() - {name for names in OF_FAMILIES.values() for name in names}
+        for name in TARGETS
+        if not any(name in names for names in OF_FAMILIES.values())
     },
     **{
         kind: lambda number, folder, names=names: run_file(names[number % len(names)], number, folder)

@@ -291,6 +291,11 @@ def test_every_rule_splits_as_that_of_llama_cpp(tmp_path, rule):
         ({"metadata": {"logit_scale": 0.5}}, r"has logit_scale, which may change what the model computes"),
         ({"metadata": {"feed_forward_length": None}}, r"expected feed_forward_length in .*, got none"),
         ({"metadata": {"attention.head_count": 0}}, r"attention\.head_count: expected a positive number, got 0"),
+        ({"metadata": {"block_count": 2.0}}, r"block_count: expected a whole number, got 2\.0"),
+        (
+            {"tensors": {"model.embed_tokens.weight": np.ones(64, np.float32)}},
+            r"token_embd\.weight: expected shape \[to",
+        ),
         ({"metadata": {"expert_count": 8}}, r"expert_count: expected 0, got 8"),
         (
             {"metadata": {f"rope.scaling.{key}": x for key, x in (STRETCHED | {"yarn_attn_factor": 1.0}).items()}},

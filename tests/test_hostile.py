@@ -34,8 +34,13 @@ from surojax.data.templates import Template, load_template
 from surojax.data.tokenizer import ByteTokenizer, load_tokenizer
 from surojax.errors import LONGEST, ConfigError
 from surojax.exchange import peft
+from surojax.exchange.expert_tensors import ExpertTensor
+from surojax.exchange.gguf_file import FAMILIES, Contents
+from surojax.exchange.gguf_metadata import _filled
+from surojax.exchange.joined_rows import RowsOf
 from surojax.exchange.model_tensors import INDEX, SINGLE, Weights
 from surojax.exchange.shards import Shard
+from surojax.families.family import ExpertFiles
 from surojax.inference.forward import check_cache_room
 from surojax.inference.sample import check_options
 from surojax.inference.trained_model import load_trained
@@ -45,6 +50,7 @@ from surojax.untrusted import MAX_DEPTH, RepeatedKey, parse_json
 
 DEEP = 100_000
 NESTED = "[" * DEEP + "]" * DEEP
+TRANSPOSED = ExpertFiles(transposed=True)
 
 # -- Chat templates ---------------------------------------------------------------------------------------------------
 
@@ -224,6 +230,38 @@ def test_a_stop_token_that_no_tokenizer_has(tmp_path):
     assert load_tokenizer(str(tmp_path)).eos_id == 1
 
 
+@pytest.mark.parametrize("stored", [(), (4,), (4, 7, 6)])
+def test_experts_in_one_tensor_without_two_halves(stored):
+    """One that has the shape of a half is none, as [4, 7, 6] if an expert has seven outputs of gate."""
+    half = ExpertTensor(("mlp.experts.gate_up_proj",), half=0)
+    assert half.shape((4, 8, 6)) == (4, 4, 6) and half.shape((4, 8)) == (4, 4)
+    for tensor, shape in ((half, stored), (half._replace(files=TRANSPOSED), stored[:1] + stored[:0:-1])):
+        with pytest.raises(
+            ConfigError, match=r"gate_up_proj: expected a matrix of each expert, with as many outputs of"
+        ):
+            tensor.shape(shape)
+
+
+def test_rows_that_are_no_equal_parts():
+    part = RowsOf("conv.in_proj.weight", part=1, parts=3)
+    assert part.shape((12, 4)) == (4, 4)
+    for stored in ((4, 4), ()):
+        with pytest.raises(ConfigError, match=r"conv\.in_proj\.weight: expected 3 equal parts along axis 0, got \["):
+            part.shape(stored)
+
+
+@pytest.mark.parametrize("sizes", [(8, 4), (0, 0), ((1, 8), 8)])
+def test_vectors_of_one_number_have_the_size_of_a_head(sizes):
+    """In GGUF files of Muse-Glimmer, by the layers' numbers."""
+    family, names = FAMILIES["muse-glimmer"], ("blk.{l}.attn_q_norm.weight", "blk.{l}.attn_k_norm.weight")
+    numbers = {name.format(l=l): np.ones(8, np.float32) for name in names for l in range(2)}
+    contents = Contents(Path("x.gguf"), {}, dict.fromkeys(numbers))  # type: ignore[arg-type]
+    assert _filled(contents, family, 2, 8, numbers.__getitem__) == {"qk_scale_factor": 1.0}
+    numbers |= {f"blk.{l}.attn_q_norm.weight": np.ones(size, np.float32) for l, size in enumerate(sizes)}
+    with pytest.raises(ConfigError, match=r"expected one number in every blk\.N\.attn_q_norm\.weight, got others"):
+        _filled(contents, family, 2, 8, numbers.__getitem__)
+
+
 # -- Adapters ---------------------------------------------------------------------------------------------------------
 
 
@@ -238,6 +276,7 @@ def test_a_stop_token_that_no_tokenizer_has(tmp_path):
         ({"use_dora": 1}, "use_dora: expected true or false, got 1"),
         ({"lora_alpha": float("inf")}, "lora_alpha: expected a number more than 0"),
         ({"lora_alpha": 10**400}, "lora_alpha: expected a number more than 0"),
+        ({"layers_to_transform": 0}, "layers_to_transform: expected it off, got 0; nothing else"),
         ({"r": 10**9}, "r: expected a whole number from 1 to 65,536, got 1000000000"),
         ({"target_modules": ["q_proj"] * 10**6 + ["x"]}, "target_modules: expected modules among"),
     ],

@@ -179,6 +179,7 @@ def test_what_is_not_computed_is_refused(tmp_path, changes, message):
         config(folder)
 
 
+HYBRID = {"model_type": "granitemoehybrid"}
 FULL, SLIDING = "full_attention", "sliding_attention"
 LINEAR = {"rope_type": "linear", "factor": 4.0}
 
@@ -235,6 +236,26 @@ LINEAR = {"rope_type": "linear", "factor": 4.0}
             {"model_type": "mistral3", "text_config": {"model_type": "mistral", "layer_types": [FULL] * 2}},
             r"layer_types: expected sliding_attention in every layer, .*not read for mistral",
         ),
+        (
+            {"model_type": "lfm2", "theta": 1e4},
+            r"theta: expected rope_theta=1000000\.0, which transformers 5 reads in it",
+        ),
+        (HYBRID | {"mamba_chunk_size": -1}, r"mamba_chunk_size: expected a whole number from 1 on, got -1"),
+        (HYBRID | {"position_embedding_type": 1}, r"position_embedding_type: expected rope, nope or null, got 1"),
+        ({"model_type": "nemotron_h", "chunk_size": 0}, r"chunk_size: expected a whole number from 1 on, got 0"),
+        (
+            {"model_type": "gemma4_unified_text", "per_layer_config": {"a": 1}},
+            r"per_layer_config: expected the same head_dim and num_key_value_heads for each layer with full_attention",
+        ),
+        ({"model_type": "lfm2", "rope_theta": None}, r"rope_theta: expected a number, got null"),
+        ({"model_type": "olmoe", "num_attention_heads": 0}, r"num_attention_heads: expected more than 0, got 0"),
+        ({"model_type": "gemma4_unified_text", "per_layer_config": 0}, r"per_layer_config: expected an object, got 0"),
+        ({"model_type": "qwen3_next", "rope_parameters": False}, r"rope_parameters: expected an object, got False"),
+        ({"model_type": "olmo2", "pad_token_id": "default"}, r"pad_token_id: expected a whole number, got 'default'"),
+        (
+            {"model_type": "gemma3", "tie_word_embeddings": "false", "text_config": {"model_type": "gemma3_text"}},
+            r"tie_word_embeddings: expected true or false beside text_config, got 'false'",
+        ),
     ],
 )
 def test_what_transformers_computes_otherwise_is_refused(tmp_path, config, message):
@@ -245,6 +266,12 @@ def test_what_transformers_computes_otherwise_is_refused(tmp_path, config, messa
     (tmp_path / "config.json").write_text(json.dumps(said))
     with pytest.raises(ConfigError, match=rf"^model_path: config\.json: {message}"):
         model_fields(read_config(tmp_path))
+
+
+def test_a_base_that_lfm2_says_twice_is_one():
+    """As LFM2-1.2B has it; transformers 4 reads `theta`, transformers 5 the other."""
+    found = [{"rope_theta": 1e4}, {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}]
+    assert [model_fields({"model_type": "lfm2", "theta": 1e4} | x)["rope_theta"] for x in found] == [1e4, 1e4]
 
 
 def test_what_is_not_said_is_that_of_the_class():

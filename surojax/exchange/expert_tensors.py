@@ -39,11 +39,20 @@ class ExpertTensor(NamedTuple):
         return not EXPERT.search(self.names[0])
 
     def shape(self, stored: tuple[int, ...]) -> tuple[int, ...]:
-        """The shape of our tensor of all experts. stored: the shape of the files' first tensor."""
+        """The shape of our tensor of all experts. stored: the shape of the files' first tensor.
+
+        Raises ConfigError for a tensor of all experts that does not have the outputs of both halves.
+        """
         if not self.is_of_all:
             return (len(self.names), *stored)
-        count, *sizes = stored
-        outputs, *inputs = sizes[::-1] if self.files.transposed else sizes
+        sizes = stored[:0:-1] if self.files.transposed else stored[1:]
+        if not sizes or (self.half is not None and sizes[0] % 2):
+            outputs = "outputs" if self.half is None else "as many outputs of gate as of up"
+            raise ConfigError(
+                f"model_path: {self.names[0]}: expected a matrix of each expert, with {outputs}, got {[*stored]}; "
+                "fetch the model again"
+            )
+        count, (outputs, *inputs) = stored[0], sizes
         return (count, outputs if self.half is None else outputs // 2, *inputs)
 
     def tensor(self, stored: Iterable[np.ndarray]) -> np.ndarray:

@@ -12,6 +12,7 @@ import numpy as np
 
 from surojax.errors import ConfigError
 from surojax.exchange import joined_rows
+from surojax.exchange.expert_tensors import ExpertTensor
 from surojax.exchange.gguf_file import AGAIN, FAMILIES, check_type, open_file, read_numbers
 from surojax.exchange.gguf_metadata import FREQUENCIES, FURTHER, metadata_config
 from surojax.exchange.naming import LAYER
@@ -79,7 +80,7 @@ class GgufTensors:
         self._joined = _joined_parts(names, self._family, to)
         self._halves = _halves(names, self._family, to)
         of_parts = {name for _, parts in self._joined.values() for name in parts}
-        of_parts |= {name for name, _ in self._halves.values()}
+        of_parts |= {name for half in self._halves.values() for name in half.names}
         names = [name for name in names if name not in of_parts]
         self._theirs = by_our_name(names, lambda name: renamed(name, self._family.names, to), f"model_path: {path}")
         if twice := sorted((self._joined.keys() | self._halves.keys()) & self._theirs.keys()):
@@ -101,8 +102,8 @@ class GgufTensors:
         if name in self._joined:
             return self._joined_shape(name)
         if name in self._halves:
-            experts, rows, *others = self._contents.tensors[self._halves[name][0]].shape
-            return (experts, rows // 2, *others)
+            half = self._halves[name]
+            return half.shape(self._contents.tensors[half.names[0]].shape)
         theirs = self._theirs[name]
         stored, transform = self._contents.tensors[theirs].shape, transform_of(theirs, self._family)
         return transform.shape(stored) if transform else stored
@@ -118,8 +119,8 @@ class GgufTensors:
             self._joined_shape(name)
             return parts.join([read_numbers(self._contents, part) for part in theirs], self._config)
         if name in self._halves:
-            theirs, half = self._halves[name]
-            return np.split(read_numbers(self._contents, theirs), 2, axis=1)[half]
+            half = self._halves[name]
+            return half.tensor([read_numbers(self._contents, half.names[0])])
         theirs = self._theirs[name]
         numbers = read_numbers(self._contents, theirs)
         if transform := transform_of(theirs, self._family):
@@ -153,14 +154,14 @@ def _joined_parts(
     return found
 
 
-def _halves(names: Iterable[str], family: Gguf, to: Mapping[str, str]) -> dict[str, tuple[str, int]]:
-    """Finds the tensors with gate and up of all experts: {our name: (name in the file, half of an expert's rows)}."""
+def _halves(names: Iterable[str], family: Gguf, to: Mapping[str, str]) -> dict[str, ExpertTensor]:
+    """Finds the tensors with gate and up of all experts: {our name: which half it is of a tensor in the file}."""
     has_both = set(OF_GATE_UP) <= {x.rpartition("}.")[2] for x in family.names.values()}
     found = {}
     for name in names:
         if name.endswith(GATE_UP) and has_both:
             for half, theirs in enumerate(OF_GATE_UP):
-                found[renamed(name.replace(GATE_UP, theirs), family.names, to)] = name, half
+                found[renamed(name.replace(GATE_UP, theirs), family.names, to)] = ExpertTensor((name,), half)
     return found
 
 

@@ -80,9 +80,10 @@ def _settings(config: dict[str, Any]) -> dict[str, Any]:
             f"model_path: expected a text model, or model_type {', '.join(IMAGE_TEXT_FAMILIES)} with a text_config, "
             f"got {name!r} with one; give a folder with the text model alone"
         )
-    if name not in FAMILIES:
+    if not isinstance(name, str) or name not in FAMILIES:
         raise ConfigError(
-            f"model_path: expected model_type {', '.join(FAMILIES)}, got {name!r}; other architectures are not known"
+            f"model_path: expected model_type {', '.join(FAMILIES)}, got {shown(name, 80)}; other "
+            "architectures are not known"
         )
     family = FAMILIES[name]
     required = OFF | REQUIRED | family.required
@@ -115,7 +116,7 @@ def _settings(config: dict[str, Any]) -> dict[str, Any]:
 
 
 # Sizes of which 0 means here that config.json has none, and those that may be null there.
-NOT_ZERO = ("head_dim", "num_key_value_heads", "query_pre_attn_scalar", "moe_intermediate_size")
+NOT_ZERO = ("head_dim", "num_attention_heads", "num_key_value_heads", "query_pre_attn_scalar", "moe_intermediate_size")
 OR_NULL = ("head_dim", "num_key_value_heads", "attn_logit_softcapping", "final_logit_softcapping", "n_shared_experts")
 
 # Keys whose type no default says: those of neutral.READ, and of families in which null is a default.

@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from surojax.errors import ConfigError
 from surojax.families.names import LAYER_NUMBER, NUMBER
 
 PART = re.compile(r"(?P<name>.+)\[(?P<part>\d)/(?P<parts>\d)\]")
@@ -41,9 +42,12 @@ class RowsOf(NamedTuple):
         return (self.name,)
 
     def shape(self, stored: tuple[int, ...]) -> tuple[int, ...]:
-        """The shape of our tensor. stored: that of the tensor in files; returned as it is if it has no such parts."""
+        """The shape of our tensor. stored: that of the tensor in files. Raises ConfigError if it has no such parts."""
         if len(stored) <= self.axis or stored[self.axis] % self.parts:
-            return stored
+            raise ConfigError(
+                f"model_path: {self.name}: expected {self.parts} equal parts along axis {self.axis}, got {[*stored]}; "
+                "fetch the model again"
+            )
         first, *others = (size // self.parts if i == self.axis else size for i, size in enumerate(stored))
         return (first, *(size for size in others if size > 1 or len(others) == 1))
 

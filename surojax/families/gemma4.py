@@ -67,9 +67,11 @@ def _read_heads(given: dict[str, Any], full: list[int]) -> dict[str, Any]:
         of_full = {"head_dim": given[HEAD_DIM], "num_key_value_heads": heads}
     else:
         by_layer = given[BY_LAYER] or {}
-        said = {int(l): layer for l, layer in by_layer.items()}
+        said = {int(l): layer for l, layer in by_layer.items() if str(l).isdecimal()}
         of_full = said.get(full[0], {})
-        if said != ({l: of_full for l in full} if of_full else {}) or not of_full.keys() <= {*IN_LAYER.values()}:
+        is_known = isinstance(of_full, dict) and of_full.keys() <= {*IN_LAYER.values()}
+        of_layers = dict.fromkeys(full, of_full) if of_full else {}
+        if said != of_layers or len(said) != len(by_layer) or not is_known:
             raise ConfigError(
                 f"model_path: config.json: {BY_LAYER}: expected the same head_dim and num_key_value_heads for each "
                 f"layer with full_attention ({', '.join(map(str, full))}) and for no other, got {str(by_layer)[:200]}; "

@@ -73,8 +73,8 @@ def _read(given: dict[str, Any]) -> dict[str, Any]:
     rope = rope_keys.read_rope(given)
     if given["theta"] not in (None, rope["rope_theta"]):
         raise ConfigError(
-            f"model_path: config.json: theta: expected rope_theta={rope['rope_theta']!r}, which transformers 5 reads in "
-            f"its place, got {given['theta']!r}; set rope_theta to the base that the model was trained with"
+            f"model_path: config.json: theta: expected rope_theta={rope['rope_theta']!r}, which transformers 5 reads "
+            f"in its place, got {given['theta']!r}; set rope_theta to the base that the model was trained with"
         )
     return fields | {"tie_word_embeddings": tied} | rope
 

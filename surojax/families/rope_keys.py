@@ -84,7 +84,10 @@ def rope_fields(given: dict[str, Any], rope: dict[str, Any]) -> dict[str, Any]:
     Raises ConfigError for a type that is not computed, and for other parameters than those of its type.
     """
     rope = dict(rope)
-    fields: dict[str, Any] = {"rope_theta": float(rope.pop("rope_theta", given["rope_theta"]))}
+    base = rope.pop("rope_theta", given["rope_theta"])
+    if base is None:
+        raise ConfigError("model_path: config.json: rope_theta: expected a number, got null; fetch it again")
+    fields: dict[str, Any] = {"rope_theta": float(base)}
     kind = rope.pop("rope_type", rope.pop("type", "default"))
     rope.pop("type", None)
     kind = "none" if kind in ("default", None) else kind
