@@ -526,3 +526,13 @@ def test_keys_that_a_config_leaves_out_are_those_of_transformers():
             same = theirs.items() >= ours.items() if isinstance(ours, dict) else ours in (None, theirs)
             different |= {} if same else {(name, key): ours}
     assert different == OTHERWISE
+
+
+def test_architectures_that_rotate_neighbouring_channels():
+    """LLAMA_ROPE_TYPE_NORM of llama.cpp; deepseek2 is one, too, whose rows its own transform brings into order.
+
+    A file that is written and read by one table cannot tell.
+    """
+    formats = [(name, form) for name, family in FAMILIES.items() for form in (family.gguf, *family.further_gguf) if form]
+    found = {form.architecture or name for name, form in formats if form.neighbours}
+    assert found == {*"llama mistral3 smollm3 granite granitemoe granitehybrid muse-glimmer".split()}
