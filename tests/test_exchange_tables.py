@@ -6,6 +6,7 @@ notice a row that is missing.
 
 import json
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +14,16 @@ from test_config_keys import LEAST
 
 from surojax import ConfigError, default_config
 from surojax.assembly.from_config import model as model_of
-from surojax.exchange import adapter_config, config_json, gguf_metadata, huggingface, missing, parts, small_files, sources
+from surojax.exchange import (
+    adapter_config,
+    config_json,
+    gguf_metadata,
+    huggingface,
+    missing,
+    parts,
+    small_files,
+    sources,
+)
 from surojax.exchange.naming import Naming, is_no_part
 from surojax.families import registry
 from surojax.families.registry import FAMILIES
@@ -475,7 +485,9 @@ def test_the_tokenizer_of_a_model_that_may_be_gone(tmp_path, is_gone, has_tokeni
     ],
 )
 def test_layers_behind_the_last_are_no_part_of_a_model_that_says_so(config, layers):
-    found = [l for l in range(5) if is_no_part(f"model.layers.{l}.mlp.up_proj.weight", {"num_hidden_layers": 2} | config)]
+    found = [
+        l for l in range(5) if is_no_part(f"model.layers.{l}.mlp.up_proj.weight", {"num_hidden_layers": 2} | config)
+    ]
     assert found == layers and not is_no_part("model.norm.weight", config)
 
 
@@ -488,3 +500,40 @@ def test_models_with_experts_in_all_layers_have_one_width():
     for other in ({"first_k_dense_replace": 1}, {"experts_beside_mlp": True}, {"num_experts": 0}):
         both = config_json.normal(experts | {"moe_intermediate_size": 32} | other)
         assert (both["intermediate_size"], both["moe_intermediate_size"]) == (64, 32)
+
+
+OTHERWISE = {  # not what the class has, and what comes to the same or is not read
+    **{(name, "sliding_window"): 4096 for name in ("qwen2", "qwen3", "qwen3_moe")},  # null if use_sliding_window is off
+    **{(name, "router_aux_loss_coef"): 0.01 for name in ("qwen3_moe", "mixtral", "gpt_oss", "granitemoe")},
+    ("ministral3", "rope_theta"): 10000.0,  # the one of rope_parameters counts
+    ("granitemoehybrid", "position_embedding_type"): "nope",
+    ("granitemoehybrid", "mamba_d_head"): "auto",
+    ("granitemoehybrid", "time_step_limit"): [0.0, {"__float__": "Infinity"}],
+    ("nemotron_h", "time_step_limit"): [0.0, {"__float__": "Infinity"}],
+    ("gemma4_text", "per_layer_config"): (),
+    ("gemma4_unified_text", "per_layer_config"): (),
+}
+
+
+def test_keys_that_a_config_leaves_out_are_those_of_transformers():
+    """fixtures/make_family_defaults.py has them of its classes. Where we have None, the value follows from others."""
+    stored = json.loads((Path(__file__).parent / "fixtures" / "family_defaults.json").read_text())
+    assert stored.keys() == FAMILIES.keys() and sum(map(len, stored.values())) > 540
+    different = {}
+    for name, family in FAMILIES.items():
+        assert stored[name].keys() <= family.defaults.keys()
+        for key, theirs in stored[name].items():
+            ours = family.defaults[key]
+            same = theirs.items() >= ours.items() if isinstance(ours, dict) else ours in (None, theirs)
+            different |= {} if same else {(name, key): ours}
+    assert different == OTHERWISE
+
+
+def test_architectures_that_rotate_neighbouring_channels():
+    """LLAMA_ROPE_TYPE_NORM of llama.cpp; deepseek2 is one, too, whose rows its own transform brings into order.
+
+    A file that is written and read by one table cannot tell.
+    """
+    formats = [(name, form) for name, family in FAMILIES.items() for form in (family.gguf, *family.further_gguf) if form]
+    found = {form.architecture or name for name, form in formats if form.neighbours}
+    assert found == {*"llama mistral3 smollm3 granite granitemoe granitehybrid muse-glimmer".split()}

@@ -55,7 +55,7 @@ QUICK = ("mixtral", "float32", "made", "gguf", "adapter")
 
 @pytest.mark.parametrize("group", quick_at([(name,) for name in GROUPS], *map(list(GROUPS).index, QUICK)))
 def test_names_shapes_and_settings_are_those_that_transformers_accepted(tmp_path, group):
-    """Of all FAMILIES and their variants: names of tensors, keys of config.json and of GGUF's metadata, their values."""
+    """Of all FAMILIES and their variants: names of tensors, and all that config.json or the metadata of GGUF says."""
     found = {key(case): digest(make(case, tmp_path / str(i))) for i, case in enumerate(GROUPS[group])}
     assert found and found == {name: VERDICTS[name]["digest"] for name in found}
 
