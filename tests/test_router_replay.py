@@ -12,7 +12,7 @@ from commands import generate
 from small import CONFIG, Small, needs, quick_at
 from test_grpo import ORDER_OF_SUMS, ROW, A, B, S, batch, config, engine_of, settings
 
-from surojax import ConfigError, default_config, train
+from surojax import ConfigError, train
 from surojax.data.__main__ import prepare
 from surojax.data.data_rows import BadRow, DataRow
 from surojax.data.examples import Example
