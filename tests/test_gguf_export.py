@@ -157,7 +157,7 @@ def test_tokenizers_come_back(tmp_path, rule):
     for text in TEXTS:
         assert after.encode(text).tolist() == before.encode(text).tolist(), text
         assert after.decode(after.encode(text)) == before.decode(before.encode(text))
-    for name in ("bos", "eos", "bos_id", "eos_id", "adds_bos", "stop_ids", "chat_template"):
+    for name in ("bos", "eos", "bos_id", "eos_id", "adds_bos", "stop_ids", "chat_template", "vocab_size"):
         assert getattr(after, name) == getattr(before, name), name
     fields = gguf.GGUFReader(out).fields
     said = {name: fields[f"tokenizer.ggml.{name}"].contents() for name in ("pre", "padding_token_id", "token_type")}
@@ -201,6 +201,7 @@ def test_tokenizers_of_pieces_come_back(tmp_path, prefix):
         assert after.decode(after.encode(text)) == before.decode(before.encode(text))
     assert after.encode("the").tolist() == [PIECES.index(x) for x in (["▁the"] if prefix else ["t", "he"])]
     assert (after.bos_id, after.eos_id, after.adds_bos) == (before.bos_id, before.eos_id, before.adds_bos)
+    assert after.vocab_size == before.vocab_size
     fields = gguf.GGUFReader(out).fields
     names = ("model", "scores", "token_type", "add_space_prefix", "unknown_token_id")
     kind, scores, kinds, said, unknown = (fields[f"tokenizer.ggml.{name}"].contents() for name in names)

@@ -51,6 +51,7 @@ DEEPSEEK3 = (
     + _ENDS,
 )
 BYTE_LEVEL, OF_PIECES, OF_MERGED_PIECES = "gpt2", "llama", "gemma4"  # values of tokenizer.ggml.model
+FILLER = "[PAD{}]"  # the text of a row of the embedding that is no token, by its id; of kind UNUSED
 NAMED = "tokenizer.chat_template."  # before the names of further chat templates, in keys
 _ID = Optional(range(2**32))
 # Types of the metadata's values that are read, see own_files.py.
@@ -116,6 +117,10 @@ def read_gguf_tokenizer(path: str | Path) -> TokenizerFiles:
     if not tokens or counts != {len(tokens)} or any(len(pair) != 2 for pair in pairs):
         needed = "scores" if kind == OF_PIECES else "merges of two"
         raise ConfigError(f"{path}: expected tokens, their kinds and {needed}, got others; fetch the file again")
+    size = len(tokens)
+    while size and kinds[size - 1] == UNUSED and tokens[size - 1] == FILLER.format(size - 1):
+        size -= 1
+    tokens, kinds, scores = tokens[:size], kinds[:size], scores[:size]
 
     def text_of(name: str) -> str:
         """Returns the text of a special token that the metadata names; "" if there is none."""
@@ -235,7 +240,7 @@ def tokenizer_metadata(tokenizer: Tokenizer, text: str, source: str, size: int) 
     added = {token["id"]: token for token in content["added_tokens"]}
     texts = {id_: text for text, id_ in content["model"]["vocab"].items()} | {i: t["content"] for i, t in added.items()}
     kinds = {i: CONTROL if token["special"] else USER_DEFINED for i, token in added.items()}
-    tokens = [texts.get(i, f"[PAD{i}]") for i in range(size)]
+    tokens = [texts.get(i, FILLER.format(i)) for i in range(size)]
     merges = content["model"]["merges"]
     if not merges or tokenizer.vocab_size > size:
         raise ConfigError(
