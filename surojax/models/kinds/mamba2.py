@@ -13,8 +13,8 @@ Its state is a matrix for each head, and the latest inputs of the convolution. N
 documents. A_log, dt_bias, D and all that follows from them are float32 at least, whatever the model's dtype.
 
 `tp` divides heads, and groups with their heads; GPUs that are more than the groups have the same b and c, and add up
-the squares in the norm of a group. It does not divide Win, whose parts have one adapter and one set of scales: every GPU
-computes all of its rows, and goes on with its own.
+the squares in the norm of a group. It does not divide Win, whose parts have one adapter and one set of scales: every
+GPU computes all of its rows, and goes on with its own.
 
 Shape suffixes: B batch, S sequence, N, t: see row_pieces.py, D hidden size, G groups, r heads of a group, H = G r
 heads, n channels of the state, p channels of a head, C channels of the convolution, J taps, P = J - 1 earlier tokens.
