@@ -270,10 +270,7 @@ def test_the_command_writes_rows_that_train_reads(tmp_path):
     file = tmp_path / "rollouts.jsonl"
     options = {"chat": False, "system": "", "samples": 2, "seed": 0, "routed_experts": True, "max_tokens": 3}
     generate.write_rollouts(trained, ["ab", "c"], file, **options)
+    encoder = RolloutEncoder(320, TokenRoutes(L, K, E, tuple(range(1, L))))
     for line in file.read_text().splitlines():
-        found = (
-            RolloutEncoder(320, TokenRoutes(L, K, E, tuple(range(1, L))))
-            .item(DataRow(json.loads(line) | {"rewards": [1, 0]}, ""))
-            .content
-        )
+        found = encoder.item(DataRow(json.loads(line) | {"rewards": [1, 0]}, "")).content
         assert isinstance(found, Example) and found.numbers[IN_EXAMPLE].shape == (len(found.ids), L * K)

@@ -44,8 +44,8 @@ def _check_beside_experts(c: Config, targets: Collection[str], known: Iterable[T
     """
     pair = {target.matrix for target in known} & {f"{Experts.name}.{matrix}" for matrix in Experts.adapted_together}
     together = "gate_proj and up_proj together, since PEFT has one adapter of both"
-    both_or_none = not 0 < len(pair & set(targets)) < len(pair)
-    need(both_or_none, "lora_target_modules", together, c.lora_target_modules, "name both")
+    is_whole = len(pair & set(targets)) in (0, len(pair))
+    need(is_whole, "lora_target_modules", together, c.lora_target_modules, "name both")
     for field, off in {"use_dora": False, "lora_dropout": 0.0}.items():
         expected = f"{off} with adapters of the MLPs of a model with experts, as in PEFT"
         need(c[field] == off, field, expected, c[field], "leave it out, or name those of the attention alone")
