@@ -533,6 +533,8 @@ def test_architectures_that_rotate_neighbouring_channels():
 
     A file that is written and read by one table cannot tell.
     """
-    formats = [(name, form) for name, family in FAMILIES.items() for form in (family.gguf, *family.further_gguf) if form]
+    formats = [
+        (name, form) for name, family in FAMILIES.items() for form in (family.gguf, *family.further_gguf) if form
+    ]
     found = {form.architecture or name for name, form in formats if form.neighbours}
     assert found == {*"llama mistral3 smollm3 granite granitemoe granitehybrid muse-glimmer".split()}
