@@ -19,6 +19,8 @@ KEEPS_ITS_ARGUMENT = frozenset(
 )
 # Barriers change bits only in compiled programs, and what checks is tried with bad input.
 LEFT_ALONE = ("materialised", "optimization_barrier", "isinstance", "print", "named_scope", "getattr", "hasattr")
+# Calls whose result does not depend on the order of their arguments.
+COMMUTES = frozenset("min max gcd lcm isclose suppress maximum minimum jnp.maximum jnp.minimum jnp.logaddexp".split())
 TURNED = {
     ast.Lt: "<=",
     ast.LtE: "<",
@@ -165,7 +167,7 @@ def _mistakes(node: ast.AST, source: _Source) -> Iterator[tuple[str, ast.expr | 
                 yield "a call left out", node, source.of(plain[0])
             if isinstance(function, ast.Attribute) and function.attr == "astype":
                 yield "a cast left out", node, source.of(function.value)
-            if len(plain) == len(args) >= 2:
+            if len(plain) == len(args) >= 2 and _name(function) not in COMMUTES:
                 for a, b in itertools.pairwise(args):
                     yield from _exchanged(node, a, b, source)
             for keyword in keywords:

@@ -22,6 +22,7 @@ from mutation import Mutant, mutants_of
         ("y = a - 1", {"y = a", "y = (1 - a)", "y = a - 2"}),
         ("y = f(a, *b, axis=i)", {"y = f(a, *b, )"}),
         ("y = f(a, b)", {"y = f(b, a)"}),
+        ("y = max(a, b)", {"y = a"}),
         ("y = psum(x, 'tp')", {"y = x", "y = psum('tp', x)"}),
         ("y = x.astype(d)", {"y = x"}),
         ("y = a if b else c", {"y = a", "y = c"}),
