@@ -343,7 +343,7 @@ def test_float8_in_blocks_is_read_as_numbers(tmp_path, case):
 
 
 def test_float8_with_one_scale_is_read_as_numbers(tmp_path):
-    """As Mistral publishes it, in Mistral 3: of a matrix, and of each expert in a tensor of all; not those of inputs."""
+    """As Mistral publishes it, in Mistral 3: of a matrix, of each expert in a tensor of all; not those of inputs."""
     weights, files, numbers = in_files("mistral4", "weight"), {}, {}
     for name, x in weights.items():
         numbers[name] = files[name] = x
