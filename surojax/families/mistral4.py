@@ -1,9 +1,9 @@
 """Mistral 4 (Mistral Small 4, in Mistral 3): latent attention with queries that grow, and routers by softmax.
 
 transformers computes groups of experts by the sum of their two best, also after a softmax; published models have one
-group. Files have a layer's experts in one tensor, and transformers reads no others. Its class stretches positions
-always, and rotates `partial_rotary_factor` of a head's channels, which has to be what `qk_rope_head_dim` says: without
-the key it is, unless config.json has `rope_scaling`, of which the class completes nothing.
+group. Files have a layer's experts in one tensor, and transformers reads no others. Its class always
+stretches positions, and rotates `partial_rotary_factor` of a head's channels, which has to be what `qk_rope_head_dim`
+says. Without the key it is, unless config.json has `rope_scaling`, of which the class completes nothing.
 """
 
 from typing import Any
@@ -33,9 +33,11 @@ def _read(given: dict[str, Any]) -> dict[str, Any]:
     for key in ("head_dim", "qk_head_dim"):
         if given[key] not in (None, h):
             refuse(key, f"qk_nope_head_dim + qk_rope_head_dim = {h}", given[key], "remove it")
-    rope = rope_keys.said(given)
-    beside = given.get(PARTIAL) if given.get("rope_scaling") else rotating / h
-    fraction = rope.pop(PARTIAL, 1.0 if beside is None else beside)
+    rope, scaling = rope_keys.said(given), given.get("rope_scaling")
+    beside = given.get(PARTIAL)
+    implied = rotating / h if not scaling else 1.0 if beside is None else beside
+    fraction = (scaling or rope).get(PARTIAL, implied)
+    rope.pop(PARTIAL, None)
     if int(h * fraction) != rotating:
         refuse(PARTIAL, f"qk_rope_head_dim / {h} = {rotating / h}", fraction, "correct it in rope_parameters")
     without = {key: value for key, value in given.items() if key != PARTIAL}
