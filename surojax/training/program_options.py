@@ -8,7 +8,7 @@ from surojax.config.fields import Config
 from surojax.untrusted import expanded
 
 
-def program_options(c: Config, run: Assembly, platform: str, **memory: int | None) -> dict[str, Any]:
+def program_options(c: Config, run: Assembly, platform: str, **memory: float | None) -> dict[str, Any]:
     """Returns the XLA options that a run's programs are compiled with on a platform, "gpu" or "cpu".
 
     memory: of a step, see `compiler_options`.
