@@ -40,8 +40,9 @@ MODULE = BY_EXPERT.module  # in our names
 TOGETHER = "gate_up_proj"
 UP = HALVES[1]
 # Parameters of transformers 5, and PEFT's names of the matrices in them; the first is of experts with a gate alone.
-PARAMETERS = {TOGETHER: HALVES, UP: (UP,), DOWN: (DOWN,)}
-MATRICES = dict(zip((*HALVES, DOWN), (f"{Experts.name}.{matrix}" for matrix in SwiGLU.tensors), strict=True))  # ours
+PARAMETERS: dict[str, tuple[str, ...]] = {TOGETHER: HALVES, UP: (UP,), DOWN: (DOWN,)}
+OURS = (f"{Experts.name}.{matrix}" for matrix in SwiGLU.tensors)
+MATRICES: dict[str, str] = dict(zip((*HALVES, DOWN), OURS, strict=True))
 INNER = ".base_layer"
 WEIGHT = ".weight"  # of a module, as the name of a parameter
 FACTORS = (".lora_A.weight", ".lora_B.weight")
