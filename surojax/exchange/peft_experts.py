@@ -41,9 +41,8 @@ TOGETHER = "gate_up_proj"
 UP = HALVES[1]
 # Parameters of transformers 5, and PEFT's names of the matrices in them; the first is of experts with a gate alone.
 PARAMETERS: dict[str, tuple[str, ...]] = {TOGETHER: HALVES, UP: (UP,), DOWN: (DOWN,)}
-MATRICES: dict[str, str] = {  # ours
-    name: f"{Experts.name}.{matrix}" for name, matrix in zip((*HALVES, DOWN), SwiGLU.tensors, strict=True)
-}
+OURS = (f"{Experts.name}.{matrix}" for matrix in SwiGLU.tensors)
+MATRICES: dict[str, str] = dict(zip((*HALVES, DOWN), OURS, strict=True))
 INNER = ".base_layer"
 WEIGHT = ".weight"  # of a module, as the name of a parameter
 FACTORS = (".lora_A.weight", ".lora_B.weight")
