@@ -44,7 +44,6 @@ def get_config():
     c.lora = True
     c.lora_rank = 16
     c.lora_alpha = 32.0
-    c.lora_target_modules = "q_a_proj,q_b_proj,kv_a_proj_with_mqa,kv_b_proj,o_proj"
     c.qlora_bnb = True
     c.offload_weights = True
     c.learning_rate = 2e-4

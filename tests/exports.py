@@ -178,6 +178,7 @@ SAID_IN_GGUF: dict[str, dict[str, Any]] = {
     "gemma2": {"head_dim": 256, "query_pre_attn_scalar": 256},
     "gemma3_text": {"head_dim": 256, "query_pre_attn_scalar": 256},
     "muse_glimmer_text": {"rms_norm_eps": 1e-5, "post_norm_eps": 1e-8},
+    "qwen3_5_moe_text": {"rms_norm_eps": 1e-5},
     "qwen3_next": {"mlp_only_layers": [], "norm_topk_prob": True},
     "glm4_moe_lite": {"num_key_value_heads": 2, "attention_bias": False},
     "deepseek_v2": {"num_key_value_heads": 2, "topk_method": "greedy", "n_group": None, "topk_group": None},

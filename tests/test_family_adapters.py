@@ -22,11 +22,11 @@ from surojax.assembly import from_config
 from surojax.config.adapters import check_adapters
 from surojax.config.fields import kinds
 from surojax.exchange import config_json, peft
-from surojax.exchange.adapter_config import without_adapters
+from surojax.exchange.adapter_config import matrices_without_adapters
 from surojax.exchange.export import export
 from surojax.exchange.model_tensors import SINGLE
 from surojax.exchange.naming import naming_of
-from surojax.models.kinds.targets import ALL_LINEAR, target_names
+from surojax.models.kinds.targets import ALL_LINEAR, adaptable, target_names
 
 FAMILIES = (
     "qwen3_5_text",
@@ -87,7 +87,7 @@ def test_layers_of_each_kind_have_their_adapters(family):
 def test_matrices_that_can_have_no_adapters_are_named(family, left):
     """LFM2's in_proj is three matrices here; PEFT refuses Nemotron-H's out_proj."""
     c, model = model_of(config_of(Case(family, "apart", "float32")))
-    assert without_adapters(model, {target.matrix for target in adaptable(kinds(c).values())}) == left
+    assert matrices_without_adapters(model, {target.matrix for target in adaptable(kinds(c).values())}) == left
 
 
 @pytest.mark.full

@@ -343,7 +343,7 @@ def test_damaged_files_and_other_architectures_are_refused(tmp_path):
     writer.close()
     with pytest.raises(
         ConfigError,
-        match=r"expected general\.architecture llama, .*, muse-glimmer, granitehybrid, .*, gemma4, got 'gpt2'",
+        match=r"expected general\.architecture llama, .*, muse-glimmer, granitehybrid, .*, mistral4, got 'gpt2'",
     ):
         opened(path)
 

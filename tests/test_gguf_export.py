@@ -280,7 +280,7 @@ def test_a_modelfile_has_the_template_if_it_can_be_said(tmp_path):
         (
             "gemma2",
             {"query_pre_attn_scalar": 15},
-            r"gemma2, gemma3, .*, nemotron_h_moe, gemma4 describe, got gemma2 \(.*query_pre_attn_scalar=15",
+            r"gemma2, gemma3, .*, nemotron_h_moe, .*, mistral4 describe, got gemma2 \(.*query_pre_attn_scalar=15",
         ),
         ("smollm3", {}, r"got smollm3 \(.*no_rope_layer_interval=2"),
         ("ministral3", {}, r"got ministral3 \(ministral3 does not have sliding_window=9\)"),

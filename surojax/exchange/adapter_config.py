@@ -75,7 +75,7 @@ def modules_of_experts(model: Model) -> dict[str, list[str]]:
     return {ours: names for ours, names in modules(model).items() if all(map(has_all_experts, names))}
 
 
-def without_adapters(model: Model, targets: Collection[str]) -> list[str]:
+def matrices_without_adapters(model: Model, targets: Collection[str]) -> list[str]:
     """Lists the last parts of the names of modules that can have no adapters, but experts. targets: those that can."""
     firsts = (names[0] for target, names in modules(model).items() if target not in targets)
     left = (name.partition(".weight")[0] for name in firsts if not has_all_experts(name))

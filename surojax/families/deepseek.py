@@ -37,7 +37,7 @@ ALL_DIM = "mscale_all_dim"
 REQUIRED = WITHOUT_WINDOW | {"attention_bias": (False, True), "moe_layer_freq": (1,)}
 
 
-def refuse(key: str, expected: str, got: Any, change: str) -> None:
+def refuse_key(key: str, expected: str, got: Any, change: str) -> None:
     """Raises the ConfigError about a key of config.json."""
     raise ConfigError(f"model_path: config.json: {key}: expected {expected}, got {got!r}; {change}")
 
@@ -46,7 +46,7 @@ def _read(given: dict[str, Any]) -> dict[str, Any]:
     """Reads the `model` fields that the families spell alike."""
     if given.get("head_dim") not in (None, given["qk_rope_head_dim"]):
         expected = f"qk_rope_head_dim={given['qk_rope_head_dim']}"
-        refuse("head_dim", expected, given["head_dim"], f"remove it: {given['model_type']} has no other heads")
+        refuse_key("head_dim", expected, given["head_dim"], f"remove it: {given['model_type']} has no other heads")
     return read_latent(given, rope_keys.read_rope(given))
 
 
@@ -54,14 +54,14 @@ def read_latent(given: dict[str, Any], rope_fields: dict[str, Any]) -> dict[str,
     """Reads the `model` fields of latent attention, with those of the rotary embedding but the factor of scores."""
     heads = given["num_attention_heads"]
     if given["num_key_value_heads"] not in (None, heads):
-        refuse(
+        refuse_key(
             "num_key_value_heads",
             f"num_attention_heads={heads}, since latents make keys and values of every head",
             given["num_key_value_heads"],
             "fetch it again",
         )
     if given["q_lora_rank"] == 0:
-        refuse("q_lora_rank", "null, or more than 0", 0, "set it to null for queries of one matrix")
+        refuse_key("q_lora_rank", "null, or more than 0", 0, "set it to null for queries of one matrix")
     fields = window_keys.read_everywhere(given) | rope_fields
     if scores := rope_keys.said(given).get(ALL_DIM):
         fields[f"rope_{ALL_DIM}"] = float(scores)
@@ -81,17 +81,17 @@ def _read_glm(given: dict[str, Any]) -> dict[str, Any]:
     dense = types.count("dense")
     if types != ["dense"] * dense + ["sparse"] * (layers - dense):
         expected = f"'dense' for the first of {layers} layers and 'sparse' for the others"
-        refuse(BY_LAYER, expected, types, "layers without experts between others are not computed")
+        refuse_key(BY_LAYER, expected, types, "layers without experts between others are not computed")
     if given[DENSE] not in (None, dense):
         expected = f"{dense}, which follows from {BY_LAYER}, or from its default"
-        refuse(DENSE, expected, given[DENSE], f"transformers does not read it: correct {BY_LAYER}")
+        refuse_key(DENSE, expected, given[DENSE], f"transformers does not read it: correct {BY_LAYER}")
     return _read(given) | {DENSE: dense} | _groups(given)
 
 
 def _groups(given: dict[str, Any]) -> dict[str, Any]:
     for key in ("n_group", "topk_group"):
         if given[key] is None:
-            refuse(key, "a number", None, "set it to 1 for experts in one group")
+            refuse_key(key, "a number", None, "set it to 1 for experts in one group")
     return {"n_group": given["n_group"], "topk_group": given["topk_group"]}
 
 
@@ -99,10 +99,10 @@ def _read_v2(given: dict[str, Any]) -> dict[str, Any]:
     """Reads the groups of experts, which count with one of two methods."""
     method = given["topk_method"]
     if method not in ("greedy", "group_limited_greedy"):
-        refuse("topk_method", "'greedy' or 'group_limited_greedy'", method, "transformers computes no other")
+        refuse_key("topk_method", "'greedy' or 'group_limited_greedy'", method, "transformers computes no other")
     if given["hidden_size"] % given["num_attention_heads"]:
         expected = f"a multiple of num_attention_heads={given['num_attention_heads']}, as transformers' class asks for"
-        refuse("hidden_size", expected, given["hidden_size"], "fetch it again")
+        refuse_key("hidden_size", expected, given["hidden_size"], "fetch it again")
     groups = {} if method == "greedy" else _groups(given)
     return _read(given) | groups | {"num_experts_per_tok": given["num_experts_per_tok"] or 0}
 

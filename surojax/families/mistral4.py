@@ -10,7 +10,7 @@ from typing import Any
 
 from surojax.errors import ConfigError
 from surojax.families import deepseek, deepseek_gguf, mistral, rope_keys
-from surojax.families.deepseek import DENSE, OF_ALL, REQUIRED, refuse
+from surojax.families.deepseek import DENSE, OF_ALL, REQUIRED, refuse_key
 from surojax.families.family import LLAMA_DEFAULTS, ExpertFiles, ModelFamily
 from surojax.families.mistral import BETA, ORIGINAL, TEMPERATURE
 from surojax.families.rope_keys import PARTIAL
@@ -32,18 +32,18 @@ def _read(given: dict[str, Any]) -> dict[str, Any]:
     rotating, h = given["qk_rope_head_dim"], _head_dim(given)
     for key in ("head_dim", "qk_head_dim"):
         if given[key] not in (None, h):
-            refuse(key, f"qk_nope_head_dim + qk_rope_head_dim = {h}", given[key], "remove it")
+            refuse_key(key, f"qk_nope_head_dim + qk_rope_head_dim = {h}", given[key], "remove it")
     rope, scaling = rope_keys.said(given), given.get("rope_scaling")
     beside = given.get(PARTIAL)
     implied = rotating / h if not scaling else 1.0 if beside is None else beside
     fraction = (scaling or rope).get(PARTIAL, implied)
     rope.pop(PARTIAL, None)
     if int(h * fraction) != rotating:
-        refuse(PARTIAL, f"qk_rope_head_dim / {h} = {rotating / h}", fraction, "correct it in rope_parameters")
+        refuse_key(PARTIAL, f"qk_rope_head_dim / {h} = {rotating / h}", fraction, "correct it in rope_parameters")
     without = {key: value for key, value in given.items() if key != PARTIAL}
     fields = mistral.read_growing(without, rope)
     if fields["rope_scaling"] == "none":
-        refuse("rope_type", "yarn, linear or llama3", "default", "transformers computes no other for mistral4")
+        refuse_key("rope_type", "yarn, linear or llama3", "default", "transformers computes no other for mistral4")
     return deepseek.read_latent(given, fields)
 
 

@@ -118,7 +118,7 @@ class Distillation(OfLabels):
         here_MK = (ids_MK >= first) & (ids_MK < first + words)
         columns_MK = jnp.where(here_MK, ids_MK - first, words + jnp.arange(here_MK.shape[1]))  # no two are equal
         of_ids_MK = jnp.take_along_axis(z_Mv, jnp.minimum(columns_MK, words - 1), axis=1)
-        of_ids_MK = sum_of_devices(jnp.where(here_MK, of_ids_MK, 0.0), axes) / self.temperature
+        of_ids_MK = summed_over(jnp.where(here_MK, of_ids_MK, 0.0), axes) / self.temperature
         scaled_Mv = z_Mv / self.temperature
         lse_of_rest_M = lse(_with_values(scaled_Mv, columns_MK, jnp.full_like(of_ids_MK, NOTHING)), axes)
         lse_M = jnp.logaddexp(jax.nn.logsumexp(of_ids_MK, axis=1), lse_of_rest_M)
@@ -135,7 +135,7 @@ class Distillation(OfLabels):
         d_kl_Mv = _with_values(d_rest_Mv, columns_MK, d_ids_MK)
         lse_of_logits_M = lse_M if self.temperature == 1 else lse(z_Mv, axes)
         is_label_Mv = is_label(z_Mv, labels_M, axes)
-        nats_M = lse_of_logits_M - sum_of_devices(jnp.sum(jnp.where(is_label_Mv, z_Mv, 0.0), axis=1), axes)
+        nats_M = lse_of_logits_M - summed_over(jnp.sum(jnp.where(is_label_Mv, z_Mv, 0.0), axis=1), axes)
         return Compared(nats_M, jnp.exp(z_Mv - lse_of_logits_M[:, None]) - is_label_Mv, kl_M, d_kl_Mv)
 
 
@@ -167,7 +167,7 @@ def _with_values(x_Mv: jax.Array, columns_MK: jax.Array, values_MK: jax.Array) -
     return x_Mv.at[rows_M1, columns_MK].set(values_MK, mode="drop", unique_indices=True)
 
 
-def sum_of_devices(x: jax.Array, axes: Axes) -> jax.Array:
+def summed_over(x: jax.Array, axes: Axes) -> jax.Array:
     """The sum over the devices of these axes."""
     return jax.lax.psum(x, axes) if axes else x
 
@@ -176,7 +176,7 @@ def lse(x_Mv: jax.Array, axes: Axes) -> jax.Array:
     """Log-sum-exp `[M]` over the vocabulary."""
     top_M = jnp.max(x_Mv, axis=1)
     top_M = jax.lax.pmax(top_M, axes) if axes else top_M
-    return top_M + jnp.log(sum_of_devices(jnp.sum(jnp.exp(x_Mv - top_M[:, None]), axis=1), axes))
+    return top_M + jnp.log(summed_over(jnp.sum(jnp.exp(x_Mv - top_M[:, None]), axis=1), axes))
 
 
 def label(logits_NV: jax.Array, top_k: int, temperature: float) -> tuple[jax.Array, jax.Array]:

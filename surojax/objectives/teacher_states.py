@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from surojax.declared import names_of
 from surojax.models.linear import linear
 from surojax.models.model import Model
-from surojax.objectives.distillation import Compared, Distillation, DistillSettings, is_label, lse, sum_of_devices
+from surojax.objectives.distillation import Compared, Distillation, DistillSettings, is_label, lse, summed_over
 from surojax.objectives.objective import LABELS, TEACHER_STATES, Axes, ObjectiveChoice, Slice, Targets
 from surojax.placement.param import VOCABULARY, Kind, Param
 
@@ -90,7 +90,7 @@ def _log_softmax(z_Mv: jax.Array, axes: Axes) -> jax.Array:
 
 def _over_vocabulary(x_Mv: jax.Array, axes: Axes) -> jax.Array:
     """The sum `[M]` over the vocabulary."""
-    return sum_of_devices(jnp.sum(x_Mv, axis=1), axes)
+    return summed_over(jnp.sum(x_Mv, axis=1), axes)
 
 
 def last_states(model: Model, outer: dict, x_ND: jax.Array) -> dict[str, jax.Array]:

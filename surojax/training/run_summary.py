@@ -16,7 +16,7 @@ from surojax.config.fields import Config
 from surojax.data.cache import Corpus
 from surojax.data.tokenizer import Tokenizer
 from surojax.errors import ConfigError
-from surojax.exchange.adapter_config import without_adapters
+from surojax.exchange.adapter_config import matrices_without_adapters
 from surojax.inference.prompts import continue_ids, text_ids
 from surojax.inference.trained_model import Trained
 from surojax.memory.nvme import Claimed
@@ -64,7 +64,7 @@ def describe_run(c: Config, run: Assembly, devices, need: dict[str, int]) -> Non
         names = ",".join(target.module.rpartition(".")[2] for target in of_experts)
         say(f"note: the experts are frozen; lora_target_modules with {names} adapts them too")
     all_linear = c.lora and c.lora_target_modules == ALL_LINEAR
-    if all_linear and (left := without_adapters(run.model, {target.matrix for target in targets})):
+    if all_linear and (left := matrices_without_adapters(run.model, {target.matrix for target in targets})):
         say(f"note: {', '.join(left)} of each layer with one stays frozen: there are no adapters of it here")
     served = dispatch.choose("grouped_matmul", run.model.precision.implementation) == "mosaic"
     if devices[0].platform == "gpu" and run.engine.table.leaves_device and (line := cuda_plugin.copies_slowly()):
