@@ -1,11 +1,11 @@
-"""Mistral Small 4 (119B) on one GPU of 24 GB: adapters of the attention, experts and all else frozen in NF4.
+"""Mistral Small 4 (119B) on one GPU of 24 GB: adapters on a base in NF4, not on its experts.
 
     surojax train --config mistral_small_4 --config.model_path=MODEL --config.data=chats.jsonl
 
 A token uses 4 of the 128 experts of a layer, and one more that all tokens use. The base rests in host memory, and a
 layer of it is on the GPU while it computes. MODEL has 16 bits: of the published one in float8, which is 121 GB, make it
 with `surojax convert --checkpoint PUBLISHED --out MODEL --dtype bfloat16`. As compiled for an RTX 4090, not
-run: 18.6 GiB, 56.9 GiB of host memory, and 14.3 s a step of 16,384 tokens; set XLA_PYTHON_CLIENT_MEM_FRACTION=0.95.
+run: 19.1 GiB, 56.9 GiB of host memory, and 11.5 s a step of 16,384 tokens; set XLA_PYTHON_CLIENT_MEM_FRACTION=0.95.
 """
 
 from surojax.config import default_config
