@@ -24,6 +24,7 @@ from surojax.exchange import (
     small_files,
     sources,
 )
+from surojax.exchange.huggingface import model_fields
 from surojax.exchange.naming import Naming, is_no_part
 from surojax.families import registry
 from surojax.families.registry import FAMILIES
@@ -538,3 +539,14 @@ def test_architectures_that_rotate_neighbouring_channels():
     formats = [(name, form) for name, of_family in all_formats.items() for form in of_family if form]
     found = {form.architecture or name for name, form in formats if form.neighbours}
     assert found == {*"llama mistral3 smollm3 granite granitemoe granitehybrid muse-glimmer".split()}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_rotary_embedding_that_a_config_leaves_out_is_written_as_that_of_its_class(family):
+    """transformers takes its class's; a file with `rope_theta` alone would have another one once that was joined."""
+    source = {"model_type": family} | LEAST.get(family, {})
+    for given in (source, source | {"rope_theta": 5e5}):
+        out = config_json.completed(given, "bfloat16")
+        assert model_fields(out) == model_fields(given)
+        of_class = FAMILIES[family].defaults.get("rope_parameters", {})
+        assert out.get("rope_parameters", {}).items() >= of_class.items()

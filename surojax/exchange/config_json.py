@@ -12,6 +12,7 @@ from surojax.config.fields import default_config
 from surojax.errors import ConfigError
 from surojax.exchange import compressed
 from surojax.exchange.huggingface import labels_of, model_fields
+from surojax.families import rope_keys
 from surojax.families.family import LAYER, ModelFamily
 from surojax.families.registry import FAMILIES
 from surojax.models.decoder_config import channels
@@ -49,6 +50,8 @@ def completed(source: dict[str, Any], dtype: str, kept: Sequence[str] = ()) -> d
     whole = [family.tensors[name].removesuffix(".weight").removeprefix(LAYER) for name in named]
     patterns = [f".*{re.escape(name)}$" for name in whole] + [rf"^{re.escape(name)}\..*" for name in kept]
     said = {"quantization_config": compressed.config_of(dtype, patterns)} if quantised else {}
+    if (rope := rope_keys.parameters(config, family.defaults)) is not None:  # of the class, if the file has none
+        config["rope_parameters"] = rope
     return family.both_ropes(config) | {"dtype": others, "torch_dtype": others} | said
 
 

@@ -130,7 +130,7 @@ def _write_gemma3(fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def _both_ropes(config: dict[str, Any]) -> dict[str, Any]:
-    both = rope_keys.both_by_layer_type(config, config.get(LOCAL_BASE))
+    both = rope_keys.both_by_layer_type(config, config.get(LOCAL_BASE, GEMMA3.defaults[LOCAL_BASE]))
     base = (config.get("rope_parameters") or {}).get(rope_keys.SLIDING, {}).get("rope_theta")
     return both | ({} if base is None else {LOCAL_BASE: base})
 
