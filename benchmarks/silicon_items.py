@@ -39,7 +39,7 @@ from surojax.placement.mesh import find_devices, make_mesh
 from surojax.planner.gpus import gpu_key
 from surojax.planner.prediction import Prediction
 from surojax.planner.run_plan import checked
-from surojax.training.run_programs import step_options
+from surojax.training.run_programs import compile_step
 from surojax.training.run_summary import print_prediction
 
 # Of `rates`: products of a 7B block with 8,192 tokens, of 1.5B with 32,768, and a cube.
@@ -93,8 +93,8 @@ def devices_of(run: Assembly) -> list[Any]:
 def compiled(c: Config, run: Assembly, batch: Any, xla: dict[str, Any], disk: Claimed) -> tuple[Any, Prediction]:
     """Returns (the compiled step, its prediction), with these options of XLA in place of the run's."""
     devices = devices_of(run)
-    options = step_options(c, run, devices) | (xla if devices[0].platform == "gpu" else {})
-    step = run.train_step().lower(run.plan, *batch).compile(options)
+    lowered = run.train_step().lower(run.plan, *batch)
+    step = compile_step(c, run, devices, lowered, xla if devices[0].platform == "gpu" else {})
     return step, print_prediction(c, run, step, devices, disk)
 
 

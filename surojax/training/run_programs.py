@@ -49,16 +49,23 @@ def step_options(c: Config, run: Assembly, devices: list[Any], share: float) -> 
     )
 
 
-def compile_step(c: Config, run: Assembly, devices: list[Any], lowered) -> Any:
-    """Compiles a lowered step for all memory of its devices; for less in all processes if it does not fit in one."""
+def compile_step(c: Config, run: Assembly, devices: list[Any], lowered, changes: dict[str, Any] | None = None) -> Any:
+    """Compiles a lowered step for all memory of its devices; for less in all processes if it does not fit in one.
+
+    changes: options of XLA in place of the run's.
+    """
     in_files = run.engine.table.in_files
-    compiled = lowered.compile(step_options(c, run, devices, LESS_MEMORY if in_files else ALL_MEMORY))
+
+    def compiled_for(share: float) -> Any:
+        return lowered.compile(step_options(c, run, devices, share) | (changes or {}))
+
+    compiled = compiled_for(LESS_MEMORY if in_files else ALL_MEMORY)
     limit = memory_limit(own_device(devices))
     needed = compiled_bytes(compiled)
     if in_files or limit is None or needed is None:
         return compiled
     if np.any(multihost_utils.process_allgather(np.array(may_fit_in_less(needed, limit - RESERVE)))):
-        compiled = lowered.compile(step_options(c, run, devices, LESS_MEMORY))
+        compiled = compiled_for(LESS_MEMORY)
     return compiled
 
 
