@@ -195,9 +195,10 @@ DRY = [
     if not item.plugin
     and (not item.variants or item.trace or item.log or item.toy or item.steps != silicon.Item._field_defaults["steps"])
 ]
+DRY.sort(key=lambda item: not item.variants)  # the first, which is quick, compiles a step
 
 
-@pytest.mark.full
+@pytest.mark.full(after=1)
 @pytest.mark.parametrize("item", DRY, ids=lambda item: item.name)
 def test_every_kind_of_item_runs_dry(item, tmp_path):
     """On a CPU, at toy sizes."""
