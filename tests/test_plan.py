@@ -52,6 +52,7 @@ from surojax.planner import (
 from surojax.planner.amounts import GiB
 from surojax.planner.gpus import GPUS, with_nodes
 from surojax.planner.run_plan import Plan
+from surojax.step.several_programs import SeveralPrograms
 from surojax.step.state_plan import bytes_per_device
 from surojax.training.run_summary import peak_flops, print_prediction
 
@@ -505,6 +506,21 @@ def check_schema(found: dict):
     columns = {"op", "axis", "count", "bytes", "textbook_bytes"}
     assert all(x.keys() == columns for x in found["collectives"])
     assert found["estimate"] == (found["estimated_step_s"] is not None)
+
+
+def test_programs_of_a_step_with_files_are_traced_as_on_the_gpu_to_plan_for(monkeypatch):
+    """What cuDNN takes differs by GPU: heads of 192 and 128 channels are Hopper's alone, and there may be none here."""
+    last, devices = jax.devices()[-1], []
+
+    class Traced(SeveralPrograms):
+        def programs(self, *batch):
+            devices.append(jax.config.jax_default_device)  # pyright: ignore[reportAttributeAccessIssue]
+            return []
+
+    monkeypatch.setattr(planner.step, "make_train_step", lambda *_: Traced.__new__(Traced))
+    c = config(gpus=1, **BLOCKS)
+    planner.programs(from_config(c, make_mesh([last]), 1), make_mesh([last]), traffic.batch_of(c))
+    assert devices == [last]
 
 
 def compiled_step(gpus: int, added_options: dict | None = None, **changes) -> str:

@@ -293,11 +293,12 @@ def _most(compiled: list[aot.Compiled], parts: list[Program], name: str, home: H
 
 
 def programs(run: Assembly, mesh: jax.sharding.Mesh, batch: traffic.BatchShape) -> list[Program]:
-    """The programs that make up a step."""
+    """The programs that make up a step. Several are traced here, as on a device of the mesh (`aot.compile_for`)."""
     train_step = step.make_train_step(run.engine, run.optimizer, run.plan, mesh, run.files)
     arrays = traffic.batch_arrays(run, batch)
     if isinstance(train_step, SeveralPrograms):
-        return [program for program in train_step.programs(*arrays) if program.times]
+        with jax.default_device(mesh.devices.flat[0]):
+            return [program for program in train_step.programs(*arrays) if program.times]
     return [Program(train_step, (run.plan, *arrays), 1)]
 
 
