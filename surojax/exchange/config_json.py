@@ -50,7 +50,8 @@ def completed(source: dict[str, Any], dtype: str, kept: Sequence[str] = ()) -> d
     whole = [family.tensors[name].removesuffix(".weight").removeprefix(LAYER) for name in named]
     patterns = [f".*{re.escape(name)}$" for name in whole] + [rf"^{re.escape(name)}\..*" for name in kept]
     said = {"quantization_config": compressed.config_of(dtype, patterns)} if quantised else {}
-    if (rope := rope_keys.parameters(config, family.defaults)) is not None:  # of the class, if the file has none
+    rope = rope_keys.parameters(config, family.defaults)
+    if rope is not None and family.both_ropes is rope_keys.both_spellings:  # that of the class, beside a base alone
         config["rope_parameters"] = rope
     return family.both_ropes(config) | {"dtype": others, "torch_dtype": others} | said
 

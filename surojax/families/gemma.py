@@ -130,7 +130,8 @@ def _write_gemma3(fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def _both_ropes(config: dict[str, Any]) -> dict[str, Any]:
-    both = rope_keys.both_by_layer_type(config, config.get(LOCAL_BASE, GEMMA3.defaults[LOCAL_BASE]))
+    of_class = GEMMA3.defaults[LOCAL_BASE] if len(rope_keys.joined_keys(config)) > 1 else None  # beside other keys
+    both = rope_keys.both_by_layer_type(config, config.get(LOCAL_BASE, of_class))
     base = (config.get("rope_parameters") or {}).get(rope_keys.SLIDING, {}).get("rope_theta")
     return both | ({} if base is None else {LOCAL_BASE: base})
 
