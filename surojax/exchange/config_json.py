@@ -51,7 +51,8 @@ def completed(source: dict[str, Any], dtype: str, kept: Sequence[str] = ()) -> d
     patterns = [f".*{re.escape(name)}$" for name in whole] + [rf"^{re.escape(name)}\..*" for name in kept]
     said = {"quantization_config": compressed.config_of(dtype, patterns)} if quantised else {}
     rope = rope_keys.parameters(config, family.defaults)
-    if rope is not None and family.both_ropes is rope_keys.both_spellings:  # that of the class, beside a base alone
+    # Without rope_parameters transformers takes its class's, also beside rope_theta: the file says them.
+    if rope is not None and family.both_ropes is rope_keys.both_spellings:
         config["rope_parameters"] = rope
     return family.both_ropes(config) | {"dtype": others, "torch_dtype": others} | said
 

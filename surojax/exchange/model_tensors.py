@@ -315,8 +315,9 @@ def scale_of_inputs(name: str) -> str:
 
 
 def dequantised(matrix: np.ndarray, scales: np.ndarray, block: tuple[int, int] | None) -> np.ndarray:
-    """Multiplies a float8 matrix, or those of experts, by its blocks' scales, in float32. Blocks at the ends may be
-    smaller; None: a matrix has one scale.
+    """Multiplies a float8 matrix, or a stack of experts' matrices, by its scales, in float32.
+
+    block: rows and columns that share a scale; blocks at the ends may be smaller. None: each matrix has one scale.
     """
     numbers = matrix.astype(np.float32)
     if block is None:

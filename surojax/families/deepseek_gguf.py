@@ -28,7 +28,7 @@ from surojax.models.kinds.self_attention import Attention
 
 KEY, VALUE = "latent_key_length", "latent_value_length"  # no keys of config.json
 KEY_MLA, VALUE_MLA, GATING, STRETCH = "key_length_mla", "value_length_mla", "gating", "yarn_log_multiplier"
-LARGEST_EPS = 1e-5  # which moves log-probabilities of tiny drawn models by 1e-4; 1e-3 and 1e-2 by 1e-2 and 1e-1
+LARGEST_EPS = 1e-5  # it moves log-probabilities of tiny random models by 1e-4; 1e-3 moves them by 1e-2, 1e-2 by 1e-1
 SOFTMAX, SIGMOID = 1, 2  # values of expert_gating_func
 AGAIN = "fetch the file again"
 

@@ -209,9 +209,7 @@ class Gguf(NamedTuple):
     (config.json as `write` makes it, the model's own) -> these. transforms: by our name of a parameter. parts:
     likewise, of parameters that are written in parts; files that have them whole, by `names`, are read too. filled:
     names of vectors of a head's channels, with `{l}`, in which all numbers are the value of this key of config.json;
-    "": 1.
-    before_writing, after_reading: config.json -> the same with, or without, keys
-    that only `sizes` has.
+    "": 1. before_writing, after_reading: config.json -> the same with, or without, keys that only `sizes` has.
     """
 
     architecture: str = ""

@@ -2,8 +2,9 @@
 
 transformers computes groups of experts by the sum of their two best, also after a softmax; published models have one
 group. Files have a layer's experts in one tensor, and transformers reads no others. Its class always
-stretches positions, and rotates `partial_rotary_factor` of a head's channels, which has to be what `qk_rope_head_dim`
-says. Without the key it is, unless config.json has `rope_scaling`, of which the class completes nothing.
+scales rotary positions. It rotates the fraction `partial_rotary_factor` of a head's channels, which has to equal
+`qk_rope_head_dim` / head size. If the key is missing, transformers computes this fraction, but not if config.json has
+`rope_scaling`: then it rotates all channels.
 """
 
 from typing import Any
@@ -24,7 +25,7 @@ def _head_dim(config: dict[str, Any]) -> int:
 
 
 def _fraction(config: dict[str, Any]) -> dict[str, float]:
-    """The key of the channels of a head that rotate."""
+    """Returns `partial_rotary_factor`: the fraction of a head's channels that rotate."""
     return {PARTIAL: config["qk_rope_head_dim"] / _head_dim(config)}
 
 
@@ -55,13 +56,13 @@ def _write(fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def _both_ropes(config: dict[str, Any]) -> dict[str, Any]:
-    """Says the rotary embedding with the fraction of channels, which the class does not add to `rope_scaling`."""
+    """Adds both spellings of the rotary embedding, with `partial_rotary_factor`, which the class needs there."""
     rope = rope_keys.said(config | {"rope_parameters": rope_keys.parameters(config, DEFAULTS)})
     base = {"rope_theta": config.get("rope_theta", DEFAULTS["rope_theta"])}
     return rope_keys.both_spellings(config | {"rope_parameters": base | rope | _fraction(DEFAULTS | config)})
 
 
-LENGTH = "temperature_length"  # of GGUF files; no key of config.json
+LENGTH = "temperature_length"  # a key of GGUF files, not of config.json
 OF_GROWTH = {"attention.temperature_scale": TEMPERATURE, "attention.temperature_length": LENGTH}
 
 

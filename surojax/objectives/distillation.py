@@ -122,7 +122,9 @@ class Distillation(OfLabels):
         scaled_Mv = z_Mv / self.temperature
         lse_of_rest_M = lse(_with_values(scaled_Mv, columns_MK, jnp.full_like(of_ids_MK, NOTHING)), axes)
         lse_M = jnp.logaddexp(jax.nn.logsumexp(of_ids_MK, axis=1), lse_of_rest_M)
-        log_s = jnp.concatenate([of_ids_MK, lse_of_rest_M[:, None]], axis=1) - lse_M[:, None]  # of the classes
+        log_s = (
+            jnp.concatenate([of_ids_MK, lse_of_rest_M[:, None]], axis=1) - lse_M[:, None]
+        )  # log-probabilities of the classes
         s_Mv = jnp.exp(scaled_Mv - lse_M[:, None])
         if self.kl == "forward":
             kl_M = -jnp.sum(jnp.exp(log_p) * (log_s - log_p), axis=1)
@@ -142,8 +144,8 @@ class Distillation(OfLabels):
 class Compared(NamedTuple):
     """A student's distributions of a slice of tokens beside its teacher's, float32.
 
-    cross_entropy, divergence: of each token `[M]`; d_cross_entropy: its gradient by this device's logits `[M, v]`;
-    d_divergence: by the logits / temperature.
+    cross_entropy, divergence: a number for each token `[M]`. d_cross_entropy: the gradient of cross_entropy by this
+    device's logits `[M, v]`. d_divergence: the gradient of divergence by logits / temperature `[M, v]`.
     """
 
     cross_entropy: jax.Array
@@ -153,7 +155,7 @@ class Compared(NamedTuple):
 
 
 def is_label(z_Mv: jax.Array, labels_M: jax.Array, axes: Axes) -> jax.Array:
-    """Whether a column of this device's part of the vocabulary is the token's label, bool `[M, v]`."""
+    """Marks the column of each token's label in this device's part of the vocabulary, bool `[M, v]`."""
     return jax.lax.broadcasted_iota(jnp.int32, z_Mv.shape, 1) == (labels_M - first_column(z_Mv, axes))[:, None]
 
 
