@@ -596,6 +596,8 @@ def test_masks_of_token_ids_are_refused_if_they_leave_tokens_out():
         {"label": 0},
     ):
         assert np.array_equal(np.asarray(TokenEncoder(99).item(DataRow(ids | row, "w")).content), [5, 6, 7])
+    for true in (True, np.bool_(True)):  # which NumPy makes 1 beside numbers
+        assert isinstance(TokenEncoder(99).item(DataRow({"input_ids": [5, true, 7]}, "w")).content, BadRow)
     of_two = TokenEncoder(99).item(DataRow({"input_ids": [[5], [6, 7]]}, "w")).content
     assert isinstance(of_two, BadRow) and "expected token ids, integers [tokens]" in of_two.reason
     rollout = {"prompt_ids": [5], "completion_ids": [[6, 7], [8]], "logprobs": [[-1, -1], [-1]], "rewards": [0, 1]}

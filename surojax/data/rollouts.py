@@ -27,6 +27,7 @@ from surojax.data.datasets import COMPLETIONS, PROMPT, field_names
 from surojax.data.entries import OF_INPUTS, ROUTES
 from surojax.data.examples import Example
 from surojax.data.items import Item, Unit, item_key, json_of, key_of_bad, new_hash
+from surojax.data.values import array_of
 from surojax.declared import LARGEST_FLOAT
 from surojax.errors import shown
 
@@ -62,7 +63,7 @@ class TokenRoutes(NamedTuple):
         """
         shape = (tokens - 1, self.layers, self.choices)
         expected = f"numbers of experts {[*shape]} (tokens but the last, layers, choices)"
-        numbers = _from_base64(value) if isinstance(value, str) else _array(value)
+        numbers = _from_base64(value) if isinstance(value, str) else array_of(value)
         if isinstance(value, str) and numbers is not None and numbers.size == np.prod(shape):
             numbers = numbers.reshape(shape)
         if numbers is None or numbers.dtype.kind not in "iu" or numbers.shape != shape:
@@ -169,9 +170,9 @@ class RolloutEncoder:
         """Checks a list of token ids and returns int32 `[tokens]`. Raises NotARow."""
         if values is None:
             raise NotARow(f"expected token ids in {name!r}, got {field_names(record)}")
-        ids = _array(values)
+        ids = array_of(values)
         if ids is None or ids.ndim != 1 or ids.dtype.kind not in "iu" or not ids.size:
-            got = "lists of other lengths" if ids is None else f"{ids.dtype} {[*ids.shape]}" if ids.size else "none"
+            got = "lists of other lengths, or true among numbers" if ids is None else f"{ids.dtype} {[*ids.shape]}" if ids.size else "none"
             raise NotARow(f"{name}: expected token ids, integers [tokens], got {got}")
         if ids.min() < 0 or ids.max() >= self.vocab_size:
             got = f"{ids.min()} to {ids.max()}"
@@ -211,22 +212,15 @@ def _lists(record: Mapping[str, Any], name: str) -> list[Any]:
 
 def _numbers(values: Any, name: str) -> np.ndarray:
     """Checks that numbers are finite in float32 and returns float64 `[n]`. Raises NotARow."""
-    numbers = _array(values)
-    kinds = "fiub" if name == REWARDS else "fiu"
-    if numbers is None or numbers.ndim != 1 or numbers.dtype.kind not in kinds:
+    if name == REWARDS and isinstance(values, list | tuple | np.ndarray):  # right and wrong
+        values = [int(x) if isinstance(x, bool | np.bool_) else x for x in values]
+    numbers = array_of(values)
+    if numbers is None or numbers.ndim != 1 or numbers.dtype.kind not in "fiu":
         raise NotARow(f"{name}: expected a list of numbers, got {shown(values, 80)}")
     numbers = numbers.astype(np.float64)
     if not (fits := np.abs(numbers) <= LARGEST_FLOAT).all():
         raise NotARow(f"{name}: expected finite numbers, which float32 can hold, got {numbers[~fits][0]}")
     return numbers
-
-
-def _array(values: Any) -> np.ndarray | None:
-    """Converts a list to an array; None if the list is ragged, or has numbers beyond 64 bits."""
-    try:
-        return np.asarray(values)
-    except (TypeError, ValueError, OverflowError):
-        return None
 
 
 def _from_base64(text: str) -> np.ndarray | None:

@@ -12,6 +12,7 @@ from surojax.data.examples import Example
 from surojax.data.given import TOKENS
 from surojax.data.items import Item, Unit, item_key, key_of_bad, new_hash
 from surojax.data.row_fields import LABELS
+from surojax.data.values import array_of
 
 
 @dataclass(frozen=True)
@@ -36,9 +37,8 @@ class TokenEncoder:
             row_fields.check_fields(row.record, "tokens", (TOKENS,))
         except NotARow as error:
             return self.item(BadRow(row.where, str(error)))
-        try:
-            ids = np.asarray(row.record.get(TOKENS, ()))
-        except (TypeError, ValueError):  # rows of different lengths, numbers beyond 64 bits
+        ids = array_of(row.record.get(TOKENS, ()))
+        if ids is None:  # lists of different lengths, numbers beyond 64 bits, true among numbers
             ids = np.zeros(0)
         if ids.ndim != 1 or ids.dtype.kind not in "iu" or not ids.size:
             got = f"{ids.dtype} {[*ids.shape]}"

@@ -72,6 +72,28 @@ def number_of(value: Any) -> int | float | None:
     return value if isinstance(value, bool | int | float) else None
 
 
+def array_of(values: Any) -> np.ndarray | None:
+    """Converts a list of numbers to an array; None if it is ragged, has numbers beyond 64 bits, or bools beside others.
+
+    NumPy makes numbers of bools beside others.
+    """
+    try:
+        array = np.asarray(values)
+    except (TypeError, ValueError, OverflowError):
+        return None
+    if array.dtype == np.bool_ or isinstance(values, np.ndarray):
+        return array
+    return None if _has_bool(values) else array
+
+
+def _has_bool(values: Any) -> bool:
+    """Returns True if there is a bool in nested lists."""
+    if isinstance(values, list | tuple):
+        kinds = set(map(type, values))
+        return bool(kinds & {bool, np.bool_}) or (bool(kinds - {int, float}) and any(map(_has_bool, values)))
+    return isinstance(values, bool | np.bool_)
+
+
 def texts_in(value: Any) -> list[str]:
     """Returns the texts in nested lists and objects that are not blank."""
     if isinstance(value, Mapping | list):

@@ -11,7 +11,7 @@ from surojax.exchange.base import described_format
 from surojax.exchange.model_tensors import Tensors, describe_source as describe_weights, readers
 from surojax.exchange.new_head import WithNewHead
 from surojax.exchange.small_files import GENERATION, read_small_files, read_tokenizer_files
-from surojax.exchange.sources import kept_in, naming
+from surojax.exchange.sources import kept_in, length_of, locate, naming
 from surojax.numerics.base_formats import chosen_format
 from surojax.objectives.teacher_states import TEACHER_HEAD
 from surojax.parallel.feed import from_host, to_host
@@ -47,6 +47,13 @@ def first_state(c: Config, run: Assembly, start: Start, initial: Tensors | None)
         beside += ", with a new head" if isinstance(initial, WithNewHead) and not start.adapter else ""
         frozen = described_format(initial, run.model, chosen_format(c) if c.lora else "")
         say(f"starting from {describe_weights(initial)}{frozen}{beside}")
+        length = length_of(locate(c.model_path, weights=False))
+        if length and length < c.sequence_len:
+            say(
+                f"note: rows of sequence_len {c.sequence_len:,} are longer than the {length:,} positions that "
+                f"{c.model_path} names (max_position_embeddings): tokens beyond them are at positions new to it, and "
+                f"what is exported says {length:,} as well"
+            )
     return state
 
 
