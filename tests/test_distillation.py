@@ -271,6 +271,14 @@ def samples_of(c) -> Samples:
     return samples
 
 
+def test_labels_of_other_samples_are_in_other_folders(tmp_path):
+    """All below the teacher's, which several datasets share."""
+    samples = samples_of(config(tmp_path))
+    about = Teacher("a digest", "a teacher", "bytes", 320, 4, 1.0)
+    folders = {Labels.of(tmp_path, samples, length, about).folder for length in (8, 16)}
+    assert len(folders) == 2 and {folder.parent for folder in folders} == {tmp_path}
+
+
 def labelled(c) -> Labels:
     """Labels by a teacher that gives the next token 0.9, and three others 0.03 each."""
     samples = samples_of(c)

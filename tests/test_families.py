@@ -33,6 +33,10 @@ def test_layers_say_which_rotary_embedding_they_have():
     assert rotary(GEMMA) == ["local", "global"] * 2 + ["local"]
     one_base = dataclasses.replace(GEMMA, rope_local_base_freq=0.0)
     assert rotary(one_base) == ["global"] * 5
+    of_gemma_4 = dataclasses.replace(one_base, layer_types="sliding_attention,global_attention")
+    assert rotary(of_gemma_4) == ["global"] * 5
+    local = dataclasses.replace(of_gemma_4, rope_local_base_freq=1e4)
+    assert rotary(local) == ["local", "global"] * 2 + ["local"]
 
 
 def test_scores_are_divided_by_the_root_of_a_number_of_the_model():

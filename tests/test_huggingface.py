@@ -604,7 +604,7 @@ def save_tokenizer(path: Path, words: int = 62) -> None:
 @pytest.mark.full
 def test_a_run_starts_from_the_model(tmp_path, capsys):
     """With a rate of nearly 0 the weights after a step are the model's; its tokenizer is used; and it resumes."""
-    folder = write(tmp_path / "model", "qwen2")
+    folder = write(tmp_path / "model", "qwen2", max_position_embeddings=8)
     text = " ".join(f"w{i * i % 60}" for i in range(3000))
     (tmp_path / "text.txt").write_text("\n\n".join([text] * 3))
     c = default_config()
@@ -617,7 +617,9 @@ def test_a_run_starts_from_the_model(tmp_path, capsys):
     save_tokenizer(folder / "tokenizer.json")
     c.model.num_hidden_layers, c.model.qk_norm = 9, True  # of a config file: they give way, which is said
     result = train(c)
-    assert f"model: as {folder} says, in place of the config's num_hidden_layers, qk_norm\n" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert f"model: as {folder} says, in place of the config's num_hidden_layers, qk_norm\n" in printed
+    assert "note: rows of sequence_len 16 are longer than the 8 positions that" in printed
     chex.assert_trees_all_equal(jax.device_get(result.state.master), load_tree("qwen2", "weight", 2))
     c.max_steps = 2
     again = train(c)

@@ -608,6 +608,15 @@ def test_a_disk_without_room_for_a_checkpoint_is_seen_before_anything_else(confi
     assert not (tmp_path / "run").exists()
 
 
+def test_fields_that_differ_are_named_with_what_they_are_in():
+    old = {"lora": {"rank": 8, "alpha": 16}, "seed": 1, "teacher": None}
+    assert resume.differences(old, old) == {}
+    new = {"lora": {"rank": 4, "alpha": 16}, "teacher": {"path": "a"}, "gpus": 2}
+    found = {"lora.rank": (8, 4), "seed": (1, None), "teacher": (None, {"path": "a"}), "gpus": (None, 2)}
+    assert resume.differences(old, new) == found
+    assert resume.differences(new, old) == {name: (b, a) for name, (a, b) in found.items()}
+
+
 def test_as_many_samples_a_step_unless_a_setting_says_otherwise(whole, config, tmp_path, capsys):
     """gpus=0 on another machine: the config is the same, the batch would not be."""
     killed_after(whole, 6, tmp_path / "run")

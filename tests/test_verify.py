@@ -183,14 +183,13 @@ def test_every_axis_has_a_row_with_every_kind_of_placement():
 
 @pytest.mark.full
 def test_every_row_compares_two_different_things():
-    """Each row draws what its reference does not, exists, and comes to the same sequences a step; configs/verify.py has
-    sizes that all of them can use."""
+    """No two rows draw the same but those that are two names of one setting; all have the same sequences a step, and
+    configs/verify.py has sizes that they can use."""
     c = flags.load_config(verifier.ALL_ROWS)
     batches, microbatches = make_batches(c, 8, 1)
     table = {s.name: s for s in SETTINGS}
     assert len(table) == len(SETTINGS)
 
-    @functools.cache
     def drawn(name: str):
         s = table[name]
         changes = s.changes | ({"nvme_path": "folder"} if "nvme" in s.changes.values() else {})
@@ -208,8 +207,10 @@ def test_every_row_compares_two_different_things():
         model = engine.model.num_parameters
         return engine.table, shape, settings, engine.microbatches_per_fetch, s.split, trained, model
 
-    for s in SETTINGS[1:]:
-        assert drawn(s.name) != drawn(s.like), s.name
+    names: dict[str, list[str]] = {}
+    for s in SETTINGS:
+        names.setdefault(repr(drawn(s.name)), []).append(s.name)
+    assert [same for same in names.values() if len(same) > 1] == [["zero_level=2@4", "shard_gradients@4"]]
 
 
 def in_recipe(recipe: str):

@@ -47,9 +47,12 @@ try:
     import numpy, torch, transformers
 except ImportError as error:
     sys.exit(f"MISSING {error.name}")
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 file = {"gguf_file": request["file"]} if request["file"] else {}
+config = AutoConfig.from_pretrained(request["folder"], **file)
+if type(config) not in AutoModelForCausalLM._model_mapping and config.architectures:
+    AutoModelForCausalLM.register(type(config), getattr(transformers, config.architectures[0]))  # e.g. Mistral 4
 tokenizer = AutoTokenizer.from_pretrained(request["folder"], **file) if request["texts"] else None
 is_5 = int(transformers.__version__.split(".")[0]) >= 5
 how = {"dtype": torch.float32, "experts_implementation": "eager"} if is_5 else {"torch_dtype": torch.float32}
