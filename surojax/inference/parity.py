@@ -51,12 +51,14 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 file = {"gguf_file": request["file"]} if request["file"] else {}
 config = AutoConfig.from_pretrained(request["folder"], **file)
-if type(config) not in AutoModelForCausalLM._model_mapping and config.architectures:
-    AutoModelForCausalLM.register(type(config), getattr(transformers, config.architectures[0]))  # e.g. Mistral 4
+made_by = AutoModelForCausalLM
+if type(config) not in AutoModelForCausalLM._model_mapping:  # e.g. of Mistral 4
+    [name] = config.architectures or [type(config).__name__.removesuffix("Config") + "ForCausalLM"]
+    made_by = getattr(transformers, name, None) or sys.exit(f"it has no {name}")
 tokenizer = AutoTokenizer.from_pretrained(request["folder"], **file) if request["texts"] else None
 is_5 = int(transformers.__version__.split(".")[0]) >= 5
 how = {"dtype": torch.float32, "experts_implementation": "eager"} if is_5 else {"torch_dtype": torch.float32}
-model, loaded = AutoModelForCausalLM.from_pretrained(
+model, loaded = made_by.from_pretrained(
     request["folder"], attn_implementation="eager", output_loading_info=True, **how, **file
 )
 model.eval()
