@@ -38,6 +38,7 @@ from surojax.exchange.base import fingerprint
 from surojax.exchange.sources import open_weights, resolved
 from surojax.memory import nvme
 from surojax.memory.lock import locked
+from surojax.models.kinds.sublayer import LayerKinds
 from surojax.objectives.distillation import DISTILL, Labelling, likely_tokens
 from surojax.objectives.objective import TEACHER, TEACHER_IDS, TEACHER_STATES
 from surojax.objectives.objectives import LABELLING
@@ -134,9 +135,16 @@ def _frozen(c: Config) -> Config:
     refuse(configs.flat(c) | {LABELLING: True}, configs.DEFAULTS, about(LABELLING, checks.REFUSALS))
     c = copy.deepcopy(c)
     c.objective = DISTILL
-    first = [layer.mixer.targets()[0].module.rpartition(".")[2] for layer in configs.kinds(c).values()]
-    c.lora, c.lora_rank, c.lora_target_modules = True, 1, ",".join(dict.fromkeys(first))
+    c.lora, c.lora_rank = True, 1
+    c.lora_target_modules = ",".join(dict.fromkeys(map(_a_matrix, configs.kinds(c).values())))
     return c
+
+
+def _a_matrix(layer: LayerKinds) -> str:
+    """Returns a name of a matrix of these layers that may have an adapter by itself; gate and up of experts have one."""
+    if targets := layer.mixer.targets():
+        return targets[0].module.rpartition(".")[2]
+    return layer.mlp.targets()[-1].module
 
 
 def _check_states(c: Config) -> None:

@@ -554,12 +554,15 @@ def test_labelling_that_is_killed_goes_on_to_the_same_bits(tmp_path):
         ("", "q_proj"),
         ("conv,full_attention", "out_proj,q_proj"),
         ("latent_attention,linear_attention", "q_proj,in_proj_qkv"),
+        ("mamba2,experts,full_attention,mlp", "in_proj,mlp.experts.down_proj,q_proj,mlp.down_proj"),
     ],
 )
 def test_a_teacher_of_any_mixers_is_frozen(types, names):
     c = default_config()
     c.update({"distill_path": "labels"})
-    c.model.layer_types = types
+    c.model.layer_types, c.model.one_purpose = types, "mlp" in types
+    if "experts" in types:
+        c.model.num_experts, c.model.num_experts_per_tok = 4, 2
     assert teacher_of(c)[0].lora_target_modules == names
 
 

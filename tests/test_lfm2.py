@@ -220,7 +220,10 @@ def test_layer_types_are_their_shortest_pattern(types, field):
             r"conv and 2 of full_attention; use 3$",
         ),
         ({"pp_size": 3, "gpus": 3, "offload_residual": True}, r"offload_residual: expected False with pp_size=3"),
-        ({"lora": True, "lora_target_modules": "q_proj"}, "a matrix of every layer, whatever its mixer"),
+        (
+            {"lora": True, "lora_target_modules": "q_proj"},
+            "a matrix of every layer, .* got 'q_proj'; add one of out_proj, gate_proj, up_proj, down_proj$",
+        ),
         ({"model.layer_types": "conv,mamba"}, "model.layer_types: expected mixers .* got 'mamba'"),
         ({"model.layer_types": ",".join(["conv"] * 13)}, "at most num_hidden_layers=12 mixers"),
     ],

@@ -124,14 +124,17 @@ def test_what_is_planned_is_built():
     assert rows["weights"] + rows["outer"] == on_first
 
 
-def test_rows_that_are_no_blocks_are_refused_by_name():
-    config = dataclasses.replace(SMALL, intermediate_size=96)
-    with pytest.raises(
-        ConfigError, match=r"^qlora_bnb: expected rows of a multiple of 64 .*got mlp.w_down with rows of 96"
-    ):
-        Small(config=config, qlora_bnb=True)
-    config = dataclasses.replace(SMALL, intermediate_size=72)
-    with pytest.raises(
-        ConfigError, match=r"^qlora_fp4: expected rows of a multiple of 16 .*got mlp.w_down with rows of 72"
-    ):
-        Small(config=config, qlora_fp4=True)
+@pytest.mark.parametrize(
+    "setting, block, sizes",
+    [
+        ("qlora_bnb", 64, {"intermediate_size": 96}),
+        ("qlora_fp4", 16, {"intermediate_size": 72}),
+        ("qlora_bnb", 64, {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 96}),
+    ],
+)
+def test_rows_that_are_no_blocks_are_refused_by_name(setting, block, sizes):
+    config = dataclasses.replace(SMALL, **sizes)
+    rows = next(size for name, size in sizes.items() if "intermediate" in name)
+    refused = rf"^{setting}: expected rows of a multiple of {block} .*got mlp.w_down with rows of {rows};"
+    with pytest.raises(ConfigError, match=refused):
+        Small(config=config, **{setting: True})

@@ -29,9 +29,10 @@ def check_adapters(c: Config) -> None:
     has_experts = any(layer.mlp.has_experts for layer in layers)
     for layer in layers if len(layers) > 1 else ():
         expected = "a matrix of every layer, whatever its mixer, with experts and without"
-        own = {target.matrix for target in adaptable([layer])}
+        own = {target.matrix: target.module.rpartition(".")[2] for target in adaptable([layer])}
         of_layer = names_in_layers(names, with_experts=layer.mlp.has_experts) if has_experts else names
-        need(bool(own & {*of_layer}), "lora_target_modules", expected, c.lora_target_modules, "name one of each")
+        change = f"add one of {', '.join(dict.fromkeys(own.values()))}"
+        need(bool(own.keys() & {*of_layer}), "lora_target_modules", expected, c.lora_target_modules, change)
     if has_experts and (of_mlps := [name for name in names if is_of_mlp(name)]):
         _check_beside_experts(c, of_mlps, known)
 

@@ -150,7 +150,7 @@ class StatePlanner:
         if not base_formats.has_whole_blocks(self.table.base_format, shape, divided):
             raise ConfigError(
                 f"{base.setting}: expected rows of a multiple of {base.block * divided[1]} numbers, for blocks of "
-                f"{base.block} on every device, got {param.name} with rows of {param.shape[1]}; set it to false"
+                f"{base.block} on every device, got {param.name} with rows of {param.shape[-1]}; set it to false"
             )
         return base_formats.map_arrays(
             base.planned(shape, divided),
