@@ -261,7 +261,8 @@ def timed(curves: verifier.Curves, setting: Setting, steps: int = TIMED_STEPS) -
             return skipped("times", setting.name, f"{measured}; none is predicted: {row.devices[0].device_kind}")
         microbatches, sequences, length = row.shape
         step_batch = BatchShape(sequences, length, microbatches)
-        predicted = prediction.of_module(hlo.parse_module(step.as_text()), row.run, step_batch, gpu)
+        simulated = prediction.simulated_step([hlo.parse_module(step.as_text())], row.run, step_batch)
+        predicted = prediction.step_prediction(simulated, row.run, step_batch, gpu)
     if not (line := prediction.comparison(predicted, durations, microbatches * step_batch.tokens)):
         return skipped("times", setting.name, f"{measured}; none is predicted: {predicted.not_predicted}")
     return ok("times", setting.name, f"{measured}; {line}")

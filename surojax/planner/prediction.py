@@ -21,12 +21,14 @@ from surojax.own_files import read_own
 from surojax.placement.mesh import devices_per_sequence, pipeline_stages
 from surojax.planner import products, traffic
 from surojax.planner.costs import GATHER, HOST_IN, HOST_OUT, MAIN, REDUCE, STREAMS, TRANSFERS
+from surojax.planner.disks import ASSUMED_DISKS, Disks
 from surojax.planner.file_time import SimulatedStep
 from surojax.planner.gpus import Gpu
 from surojax.planner.hlo import Module
 from surojax.planner.rates import CALIBRATED, DISKS, TOGETHER, WORDS
 from surojax.planner.stages import with_rounds
 from surojax.planner.timeline import WAITS, Timeline
+from surojax.step.several_programs import Program
 
 TRACE_FORM = {"traceEvents": [dict]}
 MOST_TRACE_BYTES = 1 << 30
@@ -169,14 +171,20 @@ def _hangs_on(gpu: Gpu, ends: Mapping[str, Sequence[float]]) -> str:
     return f"{WORDS[name]} ({known}, {span.source}): {fast} to {slow} ms"
 
 
-def of_module(module: Module, run: Assembly, batch: traffic.BatchShape, gpu: Gpu) -> Prediction:
-    """The `Prediction` of a step from its parsed program."""
-    return step_prediction(of_one_program(module, run, batch), run, batch, gpu)
+def simulated_step(
+    modules: Sequence[Module],
+    run: Assembly,
+    batch: traffic.BatchShape,
+    parts: Sequence[Program] = (),
+    machines: int = 1,
+    disks: Disks = ASSUMED_DISKS,
+) -> SimulatedStep:
+    """The simulated step of parsed programs; with stages an estimate, see `stages.with_rounds`.
 
-
-def of_one_program(module: Module, run: Assembly, batch: traffic.BatchShape) -> SimulatedStep:
-    """The simulated step of one parsed program; with stages an estimate, see `stages.with_rounds`."""
-    return SimulatedStep([with_rounds(module, run, batch, lockstep=True)], run.mesh.shape)
+    parts, machines, disks: see `SimulatedStep`.
+    """
+    in_lockstep = [with_rounds(module, run, batch, lockstep=True) for module in modules]
+    return SimulatedStep(in_lockstep, run.mesh.shape, parts, machines, disks)
 
 
 def step_prediction(step: SimulatedStep, run: Assembly, batch: traffic.BatchShape, gpu: Gpu) -> Prediction:

@@ -39,7 +39,6 @@ from surojax.planner import (
 )
 from surojax.planner.amounts import summed
 from surojax.planner.disks import MEASURED_HERE, Disks
-from surojax.planner.file_time import SimulatedStep
 from surojax.planner.footprint import Rows, estimate_host
 from surojax.planner.prediction import Prediction
 from surojax.run.console import say
@@ -131,13 +130,11 @@ def print_prediction(
     except ConfigError as error:
         say(f"note: {error}")
     try:
-        if run.store.is_empty:
-            simulated = prediction.of_one_program(hlo.parse_module(compiled.as_text()), run, batch)
-        else:
-            parts = compiled.compiled_programs()
-            modules = [hlo.parse_module(part.function.as_text()) for part in parts]
-            disks = Disks(disk.reads, disk.writes, MEASURED_HERE)
-            simulated = SimulatedStep(modules, run.mesh.shape, parts, jax.process_count(), disks)
+        parts = [] if run.store.is_empty else compiled.compiled_programs()
+        functions = [part.function for part in parts] or [compiled]
+        modules = [hlo.parse_module(function.as_text()) for function in functions]
+        disks = Disks(disk.reads, disk.writes, MEASURED_HERE)
+        simulated = prediction.simulated_step(modules, run, batch, parts, jax.process_count(), disks)
         predicted = prediction.step_prediction(simulated, run, batch, gpu)
         if trace and not predicted.not_predicted:
             prediction.write_trace(trace, simulated.timeline(gpu, with_events=True), f"{len(devices)} x {gpu.name}")
