@@ -841,7 +841,7 @@ def test_a_config_that_uses_files_fits_with_them(monkeypatch):
 def faked_rows(monkeypatch, row):
     """Has `row(change)` compile the settings, which takes no compiler."""
 
-    def compiled(config, candidate, gpu, disk, space):
+    def compiled(config, candidate, space, compiled):
         change = differing(config, candidate.change)
         return fastest.Trial(changed(config, change), change, candidate, None, row(change))
 

@@ -25,8 +25,8 @@ from surojax.pages import plan_page
 from surojax.pages.plan_page import PlanRequest, fact, tokens
 from surojax.pages.template import fill, script_data
 from surojax.planner import aot, seen
-from surojax.planner.amounts import GiB, Memory, gib
-from surojax.planner.candidate import Candidate, device_limit, host_limit
+from surojax.planner.amounts import Memory, gib
+from surojax.planner.candidate import Candidate, memory_limits
 from surojax.planner.changes import Change, changed, differing, flags as as_flags
 from surojax.planner.choices import with_batch
 from surojax.planner.disks import Disks
@@ -76,8 +76,7 @@ class StudioQuery:
         """Makes the search space: the checked config with the machine's GPUs, memory and disks. Raises ConfigError."""
         c = checked(self.config, self.gpu)
         facts = seen.corrected(with_nodes(self.gpu, None, None), c.rates_file)
-        host = math.inf if self.host is None else host_limit(self.host * GiB)
-        return Space(c, facts, Memory(device_limit(facts), host, (self.files or 0.0) * GB), disks=self.disks)
+        return Space(c, facts, memory_limits(facts, self.host, (self.files or 0.0) * GB), disks=self.disks)
 
     def command(self, verb: str) -> str:
         """Formats the command line of a verb with this config."""

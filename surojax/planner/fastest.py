@@ -14,7 +14,7 @@ from surojax.config.fields import Config, gpus_per_sequence
 from surojax.errors import ConfigError
 from surojax.planner import aot, choices, remedies, seen
 from surojax.planner.amounts import GiB, Memory, gib
-from surojax.planner.candidate import Candidate, device_limit, host_limit
+from surojax.planner.candidate import Candidate, memory_limits
 from surojax.planner.changes import Change, changed, differing, flags
 from surojax.planner.choices import NUMBERS
 from surojax.planner.disks import Disks
@@ -129,9 +129,13 @@ def fastest(
             checked(changed(config, NUMBERS[word]), gpu)
         except ConfigError as error:
             raise ConfigError(f"--allow {word}: {error}") from error
-    host = math.inf if host_memory is None else host_limit(host_memory * GiB)
-    limits = Memory(device_limit(facts), host, (nvme or 0.0) * 1e9)
+    limits = memory_limits(facts, host_memory, (nvme or 0.0) * GB)
     space = Space(c, facts, limits, tuple(allow), tuple(keep), disks=disks(disk, c.rates_file))
+
+    def compiled(c: Config) -> Plan:
+        """The plan of a config, without changes that would make it fit."""
+        return plan(c, gpu, gpus_per_node=gpus_per_node, host_bandwidth=host_bandwidth, disk=disk, advise=False)
+
     found = search(space, status=status)
     if not found.families:
         raise ConfigError(f"--keep: expected fields that leave settings to try, got {', '.join(keep)}; keep fewer")
@@ -141,21 +145,21 @@ def fastest(
     )
     if facts.seen.note:
         say(facts.seen.note)
-    rows, refuted = _compiled(config, space, found, gpu, disk, most, say, status)
+    rows, refuted = _trials(config, space, found, compiled, most, say, status)
     status("")
     own_files = limits if nvme is not None else limits._replace(files=math.inf)
     as_given = next((row for row in (*rows, *refuted) if not row.change), None)
     refused = ""
     if as_given is None:
         try:
-            as_given = _given(config, gpu, disk, space.of(limits=own_files))
+            as_given = _given(config, space.of(limits=own_files), compiled)
         except ConfigError as error:
             refused = str(error)
     rows.sort(key=lambda row: row.seconds)
     searched = space.of(layouts=found.layouts)
     proposals = [] if rows else remedies.with_limits_lifted(searched)
     nearest = found.nearest
-    if nearest is None and not rows and not refuted and host < math.inf:
+    if nearest is None and not rows and not refuted and limits.host < math.inf:
         nearest = next((x.candidate for x in proposals if x.lifted == remedies.MORE_HOST), None)
         nearest = nearest or search(searched.of(limits=limits._replace(host=math.inf)), 1).nearest
     return FitResult(
@@ -175,12 +179,11 @@ def fastest(
     )
 
 
-def _compiled(
+def _trials(
     config: Config,
     space: Space,
     found: Found,
-    gpu: str,
-    disk: str | None,
+    compiled: Callable[[Config], Plan],
     most: int,
     say: Callable[[str], None],
     status: Callable[[str], None],
@@ -189,27 +192,26 @@ def _compiled(
     rows: list[Trial] = []
     refuted: list[Trial] = []
     refusal = None  # of the compiler or of the checks that come with it
-    compiled = 0
+    number = 0  # of compiled rows
     started, total = time.perf_counter(), min(most, len(found.candidates))
     for candidate in in_order(found.candidates):
         own = differing(space.config, candidate.change)  # "auto" and what it stands for are no change
         candidate = dataclasses.replace(candidate, change=own)
         soonest = min((row.seconds for row in rows if row.plan), default=math.inf)
-        if (compiled >= most and (rows or compiled >= 2 * most)) or candidate.seconds > soonest * (1 + BAND):
+        if (number >= most and (rows or number >= 2 * most)) or candidate.seconds > soonest * (1 + BAND):
             continue
         if aot.available():
-            total = max(total, compiled + 1)
-            at_work = progress(compiled + 1, total, compiled / total, time.perf_counter() - started)
+            total = max(total, number + 1)
+            at_work = progress(number + 1, total, number / total, time.perf_counter() - started)
             status(f"compiling {at_work}, at most")
         try:
-            for row in _until_it_fits(config, candidate, gpu, disk, space):
-                compiled += row.plan is not None
+            for row in _until_it_fits(config, candidate, space, compiled):
                 (rows if row.fits else refuted).append(row)
                 if row.plan:
-                    verdict = (
-                        f"{1e3 * row.seconds:,.0f} ms" if row.fits else f"{_most(row, space.limits)}: does not fit"
-                    )
-                    of = f"{compiled} of {max(total, compiled)} at most"
+                    number += 1
+                    too_much = f"{_most(row, space.limits)}: does not fit"
+                    verdict = f"{1e3 * row.seconds:,.0f} ms" if row.fits else too_much
+                    of = f"{number} of {max(total, number)} at most"
                     say(f"compiled {of}: {flags(row.change) or 'as given'}: {verdict}")
         except ConfigError as error:  # what only compiling shows, such as a kernel that does not take these shapes
             refusal = error
@@ -229,15 +231,11 @@ def in_order(candidates: list[Candidate]) -> list[Candidate]:
     return [candidate for *_, candidate in sorted(ranked, key=lambda x: x[:2])]
 
 
-def _row(config: Config, candidate: Candidate, gpu: str, disk: str | None, space: Space) -> Trial:
+def _row(config: Config, candidate: Candidate, space: Space, compiled: Callable[[Config], Plan]) -> Trial:
     """The row of a candidate, compiled if there is a compiler."""
     change = differing(config, candidate.change)
     c = changed(config, change)
-    if not aot.available():
-        return Trial(c, change, candidate, None, True)
-    bandwidth = space.gpu.host_memory_bandwidth and space.gpu.host_memory_bandwidth / GB
-    p = plan(c, gpu, gpus_per_node=space.gpu.gpus_per_node, host_bandwidth=bandwidth, disk=disk, advise=False)
-    row = Trial(c, change, candidate, p, True)
+    row = Trial(c, change, candidate, compiled(c) if aot.available() else None, True)
     return dataclasses.replace(row, fits=row.need.fits(space.limits))
 
 
@@ -247,11 +245,13 @@ def _most(row: Trial, limits: Memory) -> str:
     return f"{gib(row.need.device)} on each GPU" if over else f"{gib(row.need.host)} of host memory"
 
 
-def _until_it_fits(config: Config, candidate: Candidate, gpu: str, disk: str | None, space: Space) -> Iterator[Trial]:
+def _until_it_fits(
+    config: Config, candidate: Candidate, space: Space, compiled: Callable[[Config], Plan]
+) -> Iterator[Trial]:
     """The row of a candidate. While it does not fit as compiled: with fewer resident layers, or less of
     `device_memory`, if a GPU is too small, with less of the files in host memory if that is."""
     for _ in range(1 + RETRIES):
-        row = _row(config, candidate, gpu, disk, space)
+        row = _row(config, candidate, space, compiled)
         yield row
         resident, kept = candidate.config.resident_layers, candidate.config.files_in_memory
         over = row.need.beyond(space.limits)
@@ -274,13 +274,13 @@ def _until_it_fits(config: Config, candidate: Candidate, gpu: str, disk: str | N
             return
 
 
-def _given(config: Config, gpu: str, disk: str | None, space: Space) -> Trial | None:
+def _given(config: Config, space: Space, compiled: Callable[[Config], Plan]) -> Trial | None:
     """The row of the given config; None if it does not fit by estimate. Raises ConfigError if it cannot run."""
     candidate = space.estimated(space.config)
     if not candidate.need.fits(space.limits):
         return None
     try:
-        return _row(config, candidate, gpu, disk, space)
+        return _row(config, candidate, space, compiled)
     except ConfigError:  # what only compiling shows
         return Trial(config, {}, candidate, None, False)
 

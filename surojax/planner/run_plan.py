@@ -94,7 +94,7 @@ class Plan(Prediction):
     rematerialised: dict[str, Any] = dataclasses.field(default_factory=lambda: hlo.rematerialised([]))
     estimated_step_s: float | None = None  # by roofline.py, if nothing was compiled
     device_limit_bytes: int  # bytes of this GPU's memory that a step may need, see `candidate.device_limit`
-    host_limit_bytes: int | None  # of a machine, that a run can use, see `candidate.host_limit`; None if unknown
+    host_limit_bytes: int | None  # of a machine, that a run can use, see `candidate.memory_limits`; None if unknown
     changes: list[str]  # changes of settings that would make it fit
 
     def __repr__(self) -> str:
@@ -157,13 +157,11 @@ def plan(
         measured["estimated_step_s"] = candidate.estimated(c, facts, disks=on_disks).seconds
     shape = dict(run.mesh.shape)
     collectives = _with_textbook(measured.pop("collectives", []), step_collectives.collective_bytes(run, batch))
-    host_limit = None if host_memory is None else int(candidate.host_limit(host_memory * GiB))
     in_table = {name: row for name, row in rows.items() if hasattr(run.engine.table, name)}
     in_files = sum(row["nvme"] for row in in_table.values())
-    device_limit = candidate.device_limit(facts)
-    limit = Memory(device_limit, math.inf if host_limit is None else host_limit)
+    limits = candidate.memory_limits(facts, host_memory, math.inf if c.nvme_path else 0.0)
     need = Memory(measured["device_bytes"], facts.in_a_machine(n) * measured["host_bytes"])
-    fits = need.fits(limit)
+    fits = need.fits(limits)
     return Plan(
         gpu=gpu,
         gpus=n,
@@ -182,9 +180,9 @@ def plan(
         nvme_bytes=in_files,
         disks=str(on_disks) if in_files else "",
         drive_tbw=on_disks.tbw if in_files else 0.0,
-        device_limit_bytes=device_limit,
-        host_limit_bytes=host_limit,
-        changes=_changes(c, facts, need, limit) if advise and not fits else [],
+        device_limit_bytes=limits.device,
+        host_limit_bytes=None if host_memory is None else int(limits.host),
+        changes=_changes(c, facts, need, limits) if advise and not fits else [],
         **measured,
     )
 
@@ -257,12 +255,9 @@ def _compiled(
     parsed = [hlo.parse_module(x.text) for x in compiled]
     modules = [(stages.with_rounds(module, run, batch), part.times) for module, part in zip(parsed, parts, strict=True)]
 
-    if in_files:
-        machines = -(-c.gpus // gpu.in_a_machine(c.gpus))
-        in_order = [module for module, _ in modules]
-        simulated = file_time.SimulatedStep(in_order, run.mesh.shape, parts, machines, on_disks)
-    else:
-        simulated = prediction.of_one_program(parsed[0], run, batch)
+    machines = -(-c.gpus // gpu.in_a_machine(c.gpus))
+    of_files = parts if in_files else ()
+    simulated = prediction.simulated_step(parsed, run, batch, of_files, machines, on_disks)
     predicted = prediction.step_prediction(simulated, run, batch, gpu)
     if trace is not None and not predicted.not_predicted:
         prediction.write_trace(Path(trace), simulated.timeline(gpu, with_events=True), f"{c.gpus} x {gpu.name}")
@@ -331,16 +326,15 @@ def _with_textbook(found: list[hlo.CollectiveTotal], textbook: dict[tuple[str, s
     return rows
 
 
-def _changes(c: Config, gpu: Gpu, need: Memory, limit: Memory) -> list[str]:
+def _changes(c: Config, gpu: Gpu, need: Memory, limits: Memory) -> list[str]:
     """Changes of settings that would make it fit, by estimate.
 
     If the estimate for this config is below `need`, the difference is subtracted from what there is.
     """
     estimated = footprint.needs(c, c.gpus, "gpu", in_a_machine=gpu.in_a_machine(c.gpus))
-    device = limit.device - max(0, need.device - estimated.device)
-    host = limit.host - max(0, need.host - estimated.host)
-    limits = Memory(device, host, math.inf if c.nvme_path else 0)
-    found = remedies.proposals(search.Space(c, gpu, limits))
+    device = limits.device - max(0, need.device - estimated.device)
+    host = limits.host - max(0, need.host - estimated.host)
+    found = remedies.proposals(search.Space(c, gpu, Memory(device, host, limits.files)))
     lines = ["\n".join(proposal.lines()) for proposal in found]
     return [f"{'or ' if i else ''}{line}" for i, line in enumerate(lines)] or [remedies.NOTHING]
 

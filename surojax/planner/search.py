@@ -37,7 +37,7 @@ from surojax.errors import ConfigError
 from surojax.offloads import TO_DEVICE
 from surojax.planner import choices, roofline
 from surojax.planner.amounts import GiB, Memory
-from surojax.planner.candidate import Candidate, estimated, kept_of_gpu, kept_on_device, needed
+from surojax.planner.candidate import Candidate, estimated, needed, storage_tiers
 from surojax.planner.changes import Change, changed, differing
 from surojax.planner.disks import ASSUMED_DISKS, Disks
 from surojax.planner.footprint import Rows, assembly, by_class
@@ -312,20 +312,20 @@ class _Search:
             change |= {"device_memory": self.keep["device_memory"]}
         if self.changes_kept(change):
             return None
-        tried, need = self.known(("placed", *change.items()), lambda: self.needed(change))
-        if need is None:
+        placed = self.known(("placed", *change.items()), lambda: self.placed(change))
+        if placed is None:
             return None
+        tried, run, need = placed
         if stored.files and (gibs := self.room_in_memory(need)) and "files_in_memory" not in self.keep:
             change |= {"files_in_memory": gibs}
             tried = changed(tried, {"files_in_memory": gibs})
             need = Memory(need.device, need.host + gibs * GiB, need.files - gibs * GiB)
         if "device_memory" not in self.keep and (gibs := self.room_on_device(family, stored, need)):
             change |= {"device_memory": gibs}
-            tried, need = self.needed(change)
-            assert need is not None, "device_memory is refused"
-        on_device = kept_on_device(self.run_of(change)[1]) if tried.device_memory else ()
-        stored = stored._replace(in_memory=kept_of_gpu(tried), on_device=on_device)
-        return Candidate(tried, change, need, roofline.phases(family.work, stored))
+            placed = self.placed(change)
+            assert placed is not None, "device_memory is refused"
+            tried, run, need = placed
+        return Candidate(tried, change, need, roofline.phases(family.work, storage_tiers(tried, run)))
 
     def room_in_memory(self, need: Memory) -> float:
         """GiB of host memory that a placement with files leaves, at most what it has in files.
@@ -344,14 +344,17 @@ class _Search:
         left = self.space.limits.device - (1 + UNCERTAIN) * need.device
         return in_steps(min(left, sum(family.work.sizes[row] for row in TO_DEVICE if row in stored.offloaded)))
 
-    def needed(self, change: Change) -> tuple[Config, Memory | None]:
-        """(the config with a change, the bytes that it needs by estimate); None if the checks refuse it."""
+    def placed(self, change: Change) -> tuple[Config, Assembly, Memory] | None:
+        """(the config with a change, the parts of its run, the bytes that it needs by estimate).
+
+        None if the checks refuse it.
+        """
         self.tried += 1
         try:
-            tried, _, rows = self.run_of(change)
+            tried, run, rows = self.run_of(change)
         except ConfigError:
-            return self.space.config, None
-        return tried, needed(tried, rows, self.space.gpu, self.space.platform)
+            return None
+        return tried, run, needed(tried, rows, self.space.gpu, self.space.platform)
 
     def run_of(self, change: Change) -> tuple[Config, Assembly, Rows]:
         """(the config with a change, the parts of its run, `footprint.by_class` of it).
