@@ -33,13 +33,13 @@ class Disks:
     tbw: float = CONSUMER_TBW
     source: str = "assumed; --disk says what there is"
 
-    def seconds(self, read: float, written: float, end: float = 1.0) -> float:
-        """Seconds that so many bytes take. end: a multiple of the rates."""
-        return (read / self.read + written / self.write) / end
+    def seconds(self, read: float, written: float) -> float:
+        """Seconds that so many bytes take."""
+        return read / self.read + written / self.write
 
-    def shared_by(self, gpus: int) -> "Disks":
-        """The share of each of so many GPUs in these disks."""
-        return dataclasses.replace(self, read=self.read / gpus, write=self.write / gpus)
+    def times(self, factor: float) -> "Disks":
+        """Disks with a multiple of these rates."""
+        return dataclasses.replace(self, read=self.read * factor, write=self.write * factor)
 
     def __str__(self) -> str:
         return f"{self.read / GB:g} GB/s read, {self.write / GB:g} written ({self.source})"

@@ -131,7 +131,9 @@ def at_ends(step: SimulatedStep, gpu: Gpu, found: Timeline) -> dict[str, list[fl
         if not NEEDED.get(name) or NEEDED[name] & found.busy.keys()
     }
     ends["copies"] = [step.timeline(gpu, copies_only=True).seconds, found.seconds]
-    ends |= step.at_disk_ends(gpu)
+    if step.parts:
+        disks = [step.disks.times(end) for end in (step.disks.span.fast, step.disks.span.slow)]
+        ends[DISKS] = [dataclasses.replace(step, disks=x).timeline(gpu).seconds for x in disks]
     return {name: both for name, both in ends.items() if both[1] - both[0] > 1e-3 * found.seconds}
 
 

@@ -49,8 +49,7 @@ def slowest(run: Assembly) -> int:
 
 def bubble(run: Assembly, microbatches: int) -> float:
     """The fraction of a step in which a stage idles, without embedding and head; 0 without stages."""
-    stages = pipeline_stages(run.mesh)
-    return SCHEDULES[run.engine.pp_schedule](microbatches, stages).bubble() if stages > 1 else 0.0
+    return SCHEDULES[run.engine.pp_schedule](microbatches, pipeline_stages(run.mesh)).bubble()
 
 
 def with_rounds(module: hlo.Module, run: Assembly, batch: BatchShape, *, lockstep: bool = False) -> hlo.Module:
