@@ -316,14 +316,12 @@ class _Search:
         if placed is None:
             return None
         tried, run, need = placed
-        if stored.files and (gibs := self.room_in_memory(need)) and "files_in_memory" not in self.keep:
-            change |= {"files_in_memory": gibs}
-            tried = changed(tried, {"files_in_memory": gibs})
-            need = Memory(need.device, need.host + gibs * GiB, need.files - gibs * GiB)
-        if "device_memory" not in self.keep and (gibs := self.room_on_device(family, stored, need)):
-            change |= {"device_memory": gibs}
+        budget = "files_in_memory" if stored.files else "device_memory"
+        gibs = self.room_in_memory(need) if stored.files else self.room_on_device(family, stored, need)
+        if gibs and budget not in self.keep:
+            change |= {budget: gibs}
             placed = self.placed(change)
-            assert placed is not None, "device_memory is refused"
+            assert placed is not None, f"{budget} is refused"
             tried, run, need = placed
         return Candidate(tried, change, need, roofline.phases(family.work, storage_tiers(tried, run)))
 
@@ -339,8 +337,6 @@ class _Search:
 
     def room_on_device(self, family: Family, stored: StorageTiers, need: Memory) -> float:
         """GiB of device memory that a placement leaves, at most what it has of `TO_DEVICE` in host memory."""
-        if stored.files:
-            return 0.0
         left = self.space.limits.device - (1 + UNCERTAIN) * need.device
         return in_steps(min(left, sum(family.work.sizes[row] for row in TO_DEVICE if row in stored.offloaded)))
 
