@@ -69,7 +69,6 @@ def test_slices_of_a_microbatch_have_the_tokens_of_one_gpu():
     """At most 4,096 or 1,024 each: a group of two has half of them on each."""
     c = config(gpus=2, tp_size=2, sequence_len=4096, per_device_batch_size=4, gradient_accumulation_steps=1)
     of = choices.own_layout(c)
-    assert choices.sequences(c, of) == 4
     found = {(x["per_device_batch_size"], x["gradient_accumulation_steps"]): set() for x in choices.batches(c, of)}
     for x in choices.batches(c, of):
         found[x["per_device_batch_size"], x["gradient_accumulation_steps"]].add(x["lmhead_chunks"])

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import surojax
-from surojax.config.fields import Config, gpus_per_sequence, not_default
+from surojax.config.fields import Config, not_default, sequences_of_step, tokens_of_step
 from surojax.pages.step_view import memory_values, step_values
 from surojax.pages.template import fill
 from surojax.planner.amounts import gib
@@ -70,16 +70,6 @@ def settings(c: Config) -> list[str]:
     return flags(change).replace("--config.", "").split(" ") if change else []
 
 
-def tokens(c: Config) -> int:
-    """Returns the tokens of a step on all GPUs."""
-    return step_sequences(c) * c.sequence_len
-
-
-def step_sequences(c: Config) -> int:
-    """Returns the sequences of a step on all GPUs."""
-    return c.gpus // gpus_per_sequence(c) * c.per_device_batch_size * c.gradient_accumulation_steps
-
-
 def fact(name: str, value: str, note: str = "", exact: float | None = None) -> dict[str, Any]:
     """Makes a key figure. exact: the figure before it was rounded, in bytes or seconds."""
     return {"name": name, "value": value, "note": note, "exact": exact}
@@ -96,8 +86,9 @@ def facts(p: Plan, request: PlanRequest) -> list[dict[str, Any]]:
     if p.nvme_bytes:
         files = p.gpus * p.nvme_bytes
         figures.append(fact("files", gib(files), "", files))
-    step = f"{step_sequences(request.config):,} x {request.config.sequence_len:,}"
-    figures.append(fact("tokens of a step", f"{tokens(request.config):,}", step, tokens(request.config)))
+    step = f"{sequences_of_step(request.config):,} x {request.config.sequence_len:,}"
+    tokens = tokens_of_step(request.config)
+    figures.append(fact("tokens of a step", f"{tokens:,}", step, tokens))
     if p.predicted_step_s is None or p.predicted_range_s is None:
         if p.estimated_step_s is not None:
             figures.append(fact("a step", duration(p.estimated_step_s), "estimated", p.estimated_step_s))

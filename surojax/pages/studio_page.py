@@ -19,10 +19,10 @@ from typing import Any
 import surojax
 from surojax import command_line
 from surojax.config import flags
-from surojax.config.fields import FIELDS, Config, default_config, flat
+from surojax.config.fields import FIELDS, Config, default_config, flat, sequences_of_step, tokens_of_step
 from surojax.errors import ConfigError, need
 from surojax.pages import plan_page
-from surojax.pages.plan_page import PlanRequest, fact, tokens
+from surojax.pages.plan_page import PlanRequest, fact
 from surojax.pages.template import fill, script_data
 from surojax.planner import aot, seen
 from surojax.planner.amounts import Memory, gib
@@ -203,10 +203,11 @@ def facts(x: Candidate, limits: Memory) -> list[dict[str, Any]]:
     ]
     if x.need.files or limits.files:
         figures.append(memory("files", x.need.files, limits.files))
-    step = f"{plan_page.step_sequences(x.config):,} x {x.config.sequence_len:,}"
-    figures.append(fact("tokens of a step", f"{tokens(x.config):,}", step, tokens(x.config)))
+    step = f"{sequences_of_step(x.config):,} x {x.config.sequence_len:,}"
+    tokens = tokens_of_step(x.config)
+    figures.append(fact("tokens of a step", f"{tokens:,}", step, tokens))
     figures.append(fact("a step", duration(x.seconds), "estimated", x.seconds))
-    rate = tokens(x.config) / x.seconds
+    rate = tokens / x.seconds
     return [*figures, fact("tokens/s", f"{rate:,.0f}", f"{rate / x.config.gpus:,.0f} per GPU", rate)]
 
 

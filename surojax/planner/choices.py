@@ -32,6 +32,7 @@ from surojax.config.fields import (
     flat,
     gpus_per_sequence,
     kinds,
+    sequences_of_step,
     tokens_of_piece,
 )
 from surojax.errors import ConfigError, need
@@ -124,11 +125,6 @@ def group(of: Change) -> int:
     return math.prod(of[axis] for axis in AXES)
 
 
-def sequences(c: Config, of: Change) -> int:
-    """Sequences of a step of each group of a layout."""
-    return _sequences(c, group(of))
-
-
 def meshes(
     c: Config, gpu: Gpu, of: Change, keep: Collection[str], *, few: bool = False, outer: bool = True
 ) -> list[Change]:
@@ -197,7 +193,7 @@ def _why_not(c: Config, axis: str, keep: Collection[str]) -> str:
         return ""  # there is one size
     if axis == "cp_size" and c.cp_size == 1 and c.sequence_len < LONG_SEQUENCE:
         return f"sequences of {c.sequence_len:,} tokens are shorter than {LONG_SEQUENCE:,}"
-    if axis == "pp_size" and c.pp_size == 1 and (_sequences(c, c.gpus) or 0) < 2:
+    if axis == "pp_size" and c.pp_size == 1 and _sequences(c, c.gpus) < 2:
         return "one sequence a step cannot be divided into microbatches"
     return ""
 
@@ -214,7 +210,7 @@ def _sizes(c: Config, gpu: Gpu, axis: str) -> list[int]:
 
 def _sequences(c: Config, gpus: int) -> int:
     """Sequences of a step of each group of so many GPUs; 0 if groups cannot have the same number."""
-    of_all = c.per_device_batch_size * c.gradient_accumulation_steps * c.gpus // gpus_per_sequence(c)
+    of_all = sequences_of_step(c)
     groups = c.gpus // gpus
     return of_all // groups if of_all % groups == 0 else 0
 
@@ -238,7 +234,7 @@ def batches(c: Config, layout: Change) -> list[Change]:
 
     The config's own is among them for its own layout.
     """
-    of_group = sequences(c, layout)
+    of_group = _sequences(c, group(layout))
     found = []
     for size, most in itertools.product(divisors(of_group), SLICES):
         microbatches = of_group // size
@@ -324,7 +320,7 @@ def with_gpus(c: Config, gpus: int) -> Config:
     if gpus > 1:
         more.update({"zero_level": 3, "shard_weights": None, "shard_gradients": None})
     try:
-        return with_batch(more, _sequences(c, gpus_per_sequence(c)) * c.gpus // gpus_per_sequence(c))
+        return with_batch(more, sequences_of_step(c))
     except ConfigError:
         return more
 

@@ -10,7 +10,7 @@ import math
 import time
 from collections.abc import Callable, Collection, Iterator
 
-from surojax.config.fields import Config, gpus_per_sequence
+from surojax.config.fields import Config, sequences_of_step, tokens_of_step
 from surojax.errors import ConfigError
 from surojax.planner import aot, choices, remedies, seen
 from surojax.planner.amounts import GiB, Memory, gib
@@ -55,8 +55,7 @@ class Trial:
     @property
     def tokens(self) -> int:
         """Tokens of a step on each GPU."""
-        c = self.config
-        return c.per_device_batch_size * c.sequence_len * c.gradient_accumulation_steps // gpus_per_sequence(c)
+        return tokens_of_step(self.config) // self.config.gpus
 
     @property
     def need(self) -> Memory:
@@ -315,6 +314,5 @@ def _larger(space: Space, row: Trial) -> dict[int, float]:
         more = changed(c, {"gradient_accumulation_steps": times * c.gradient_accumulation_steps})
         candidate = best(space.of(config=more, layouts=(layout,)))
         if candidate and times * row.tokens / candidate.seconds > now * (1 + DOMINATES * (1 - 1 / times)):
-            sequences = more.per_device_batch_size * more.gradient_accumulation_steps
-            rates[sequences * c.gpus // gpus_per_sequence(c)] = times * row.tokens / candidate.seconds
+            rates[sequences_of_step(more)] = times * row.tokens / candidate.seconds
     return rates

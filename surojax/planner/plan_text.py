@@ -14,8 +14,6 @@ from surojax.planner.gpus import GPUS, POOL
 from surojax.planner.prediction import Prediction, milliseconds
 from surojax.planner.run_plan import Plan
 
-# 7B with five offloads on an H200: 3,704 ms, and 3,825 on the streams that XLA wrote down for the same program.
-IN_TURN = "which copies share a stream there is read from the program's text: such a step was predicted 3 % fast so"
 ATTENTION = {
     "mosaic": "flash attention within each (kernel of pallas_kernels), whose memory grows with S",
     "xla": f"attention by XLA, with S x S scores in memory; the kernel takes {HEADS}",
@@ -41,7 +39,7 @@ def plan_table(p: Plan) -> str:
     else:
         lines.append(f"compiled by XLA of the CUDA plugin {p.xla}; another version makes another program")
         if sum(p.host_transfers.values()) and (slow := cuda_plugin.copies_slowly()):
-            lines += [slow, IN_TURN]
+            lines.append(slow)
     if p.packed:
         lines += [documents(attention, p.cp_method) for attention in p.attention.split(", ")]
     lines += [p.experts] * bool(p.experts)
