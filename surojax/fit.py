@@ -28,8 +28,7 @@ from surojax.planner import aot, footprint
 from surojax.planner.amounts import GiB, gib
 from surojax.planner.changes import differing, flags, wrapped
 from surojax.planner.choices import AXES, FOLDER, NUMBERS, with_batch
-from surojax.planner.disks import wear
-from surojax.planner.drives import disks
+from surojax.planner.disks import disks, wear
 from surojax.planner.fastest import MOST_COMPILED, FitResult, Trial, fastest
 from surojax.planner.gpus import GPUS, gpu_key
 from surojax.planner.plan_text import cost, range_lines

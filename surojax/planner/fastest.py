@@ -17,8 +17,7 @@ from surojax.planner.amounts import GiB, Memory, gib
 from surojax.planner.candidate import Candidate, memory_limits
 from surojax.planner.changes import Change, changed, differing, flags
 from surojax.planner.choices import NUMBERS
-from surojax.planner.disks import Disks
-from surojax.planner.drives import disks
+from surojax.planner.disks import Disks, disks
 from surojax.planner.gpus import GB, gpu_key, with_nodes
 from surojax.planner.run_plan import Plan, checked, plan
 from surojax.planner.search import Found, Space, best, kind, search
@@ -112,7 +111,7 @@ def fastest(
     gpu: what `gpus.gpu_key` takes. host_memory: of a machine, in GiB; None: as much as needed. gpus_per_node: GPUs
     in a machine; None: as usual. host_bandwidth: of its host memory, in GB/s; None: see `Gpu.host_memory`. nvme: room
     for files in GB, on the drives of all machines together; None: no files. disk: the disks of a machine, as
-    `drives.disks` takes them; None: assumed. allow: words of `choices.NUMBERS`. keep: fields that are not changed.
+    `disks.disks` takes them; None: assumed. allow: words of `choices.NUMBERS`. keep: fields that are not changed.
     most: settings that are compiled. say: prints a line. status: shows what is at work, until the next call.
 
     Raises ConfigError for what `train` refuses, and for an unknown GPU.

@@ -22,7 +22,7 @@ import json
 import math
 import statistics
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from surojax.config.fields import Config, set_fields
 from surojax.declared import Facts
@@ -30,9 +30,11 @@ from surojax.errors import ConfigError
 from surojax.own_files import Optional, read_own, write_whole
 from surojax.placement import cuda_plugin
 from surojax.planner.gpus import GB, Gpu, find_gpu
-from surojax.planner.prediction import Prediction
 from surojax.planner.rates import ENDS, HERE, LATENCIES, RATES, TOGETHER, Seen, Span
 from surojax.untrusted import expanded
+
+if TYPE_CHECKING:
+    from surojax.planner.prediction import Prediction
 
 VERSION = 1
 STEP = "step"
@@ -98,7 +100,7 @@ def _of_other_plugins(entries: Sequence[dict[str, Any]]) -> str:
     return f"; with XLA of the CUDA plugin {', '.join(others)}, while {installed} is installed here" if others else ""
 
 
-def of_run(c: Config, devices: Sequence[Any], predicted: Prediction, durations_s: Sequence[float]) -> str:
+def of_run(c: Config, devices: Sequence[Any], predicted: "Prediction", durations_s: Sequence[float]) -> str:
     """Writes what the steps of a run took, if they ran on a GPU and were predicted; returns a line that says so, or "".
 
     A step with files says less of a GPU than of its disks, and is left out.
