@@ -28,13 +28,13 @@ from surojax.planner.traffic import batch_of
 from surojax.resources import FreeMemory, free_memory
 
 UNKNOWN = "rtx4090"  # whose rates rank the settings for a device that gpus.csv does not have
-RAISE = ["raise that limit"]
 
 
 class Room(NamedTuple):
     """Free bytes of each device, free host memory for this process, and how many of the devices it has.
 
     Other processes of this machine have equal parts of its memory; those of other machines have memory of their own.
+    `FreeMemory.limit` names the limit that host memory is left of, if one is lower than what the machine has.
     """
 
     device: int
@@ -60,18 +60,23 @@ def check_fit(c: Config, run: Assembly, devices, available: int | None = None) -
     if c.kernels == "mosaic":
         check_kernels(c, run, devices[0])
     need = estimate(run, batch_of(c), platform=platform)
+    in_host = {} if platform == "cpu" else estimate_host(run, batch_of(c))
     available = available_bytes(devices) if available is None else available
     own = sum(device.process_index == jax.process_index() for device in devices)
     room = Room(available, free_memory(processes_here(), compiles=True), own)
-    if sum(need.values()) <= available:
-        check_host(run, c, devices, room)
+    of = f" of {room.host.limit}" if room.host.limit else ""
+    if sum(need.values()) > available:
+        each_device = f"the {kind} device" if n == 1 else f"each of the {n} {kind} devices"
+        of = of if platform == "cpu" else ""
+        lacks = f"needs {summed(need, digits=1)} on {each_device}, where {gib(available)} are free{of}"
+    elif own * sum(in_host.values()) > room.host.size:
+        parts = ", ".join(f"{name} {gib(size)}" for name, size in in_host.items())
+        of_all = f"{gib(own * sum(in_host.values()))} of host memory for {own} GPUs"
+        lacks = f"needs {of_all} (each {parts}), where {gib(room.host.size)} are free{of}"
+    else:
         return need
-    each_device = f"the {kind} device" if n == 1 else f"each of the {n} {kind} devices"
-    of = _of(room.host) if platform == "cpu" else ""
-    raise ConfigError(
-        f"does not fit: needs {summed(need, digits=1)} on {each_device}, where {gib(available)} are free{of}; "
-        f"what would change it: {'; '.join(RAISE * bool(of) + _advice(c, devices, room))}"
-    )
+    changes = [*["raise that limit"] * bool(of), *_advice(c, devices, room)]
+    raise ConfigError(f"does not fit: {lacks}; what would change it: {'; '.join(changes)}")
 
 
 def check_kernels(c: Config, run: Assembly, device) -> None:
@@ -101,24 +106,6 @@ def unserved(error: dispatch.Unserved) -> ConfigError:
     """The ConfigError for a model that kernels="mosaic" does not support."""
     reason = str(error).partition("\n")[0].partition("; use implementation")[0]
     return ConfigError(f"kernels: expected 'xla' or 'auto', got 'mosaic', but {reason}; use kernels='auto'")
-
-
-def check_host(run: Assembly, c: Config, devices, room: Room) -> None:
-    """Raises ConfigError if less host memory is free than the run needs, with changes that would make it fit."""
-    platform = devices[0].platform
-    need = {} if platform == "cpu" else estimate_host(run, batch_of(c))
-    if room.devices * sum(need.values()) > room.host.size:
-        parts = ", ".join(f"{name} {gib(size)}" for name, size in need.items())
-        raise ConfigError(
-            f"does not fit: needs {gib(room.devices * sum(need.values()))} of host memory for {room.devices} GPUs "
-            f"(each {parts}), where {gib(room.host.size)} are free{(of := _of(room.host))}; "
-            f"what would change it: {'; '.join(RAISE * bool(of) + _advice(c, devices, room))}"
-        )
-
-
-def _of(host: FreeMemory) -> str:
-    """Names the limit that free host memory is left of, if one is lower than what the machine has."""
-    return f" of {host.limit}" if host.limit else ""
 
 
 def _advice(c: Config, devices, room: Room) -> list[str]:
