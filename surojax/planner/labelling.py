@@ -24,6 +24,7 @@ from surojax.planner import aot, hlo, run_plan, stages
 from surojax.planner.amounts import gib
 from surojax.planner.costs import HOST_IN, ProgramOnGpu
 from surojax.planner.disks import Disks, disks
+from surojax.planner.file_time import moved
 from surojax.planner.gpus import GB, GPUS, Gpu, gpu_key, with_nodes
 from surojax.planner.layer_sizes import size
 from surojax.planner.timeline import simulate
@@ -104,7 +105,7 @@ def plan_labelling(config: Config, objective: Labelling, gpu: str, disk: str | N
         parameters=_parameters(run),
         device_bytes=device + other_batches,
         host_bytes=max(x.host_bytes + bytes_per_device(part.others, HOST) for x, part in pairs),
-        file_bytes=sum(part.times * part.read.total() for part in programs),
+        file_bytes=moved(programs)[0],
         tokens=batches * sequences * c.sequence_len,
         seconds=seconds,
         resources=resources,
@@ -115,7 +116,7 @@ def _by_layer(
     programs: list[Program], kernels: float, gpu: Gpu, gpus: int, disks: Disks
 ) -> tuple[float, dict[str, float]]:
     """Returns (seconds of several batches, busy seconds by resource). kernels: seconds of the batches' programs."""
-    read = sum(part.times * part.read.total() for part in programs)
+    read, _ = moved(programs)
     put = sum(part.times * size(part.put) for part in programs) / gpus
     resources = {
         "the GPU": kernels,

@@ -145,12 +145,10 @@ def files_text(p: Prediction) -> str:
 
 def range_lines(p: Plan) -> list[str]:
     """Lines that say where a GPU's rates come from, and which one a predicted time hangs on most."""
-    if p.corrected:
-        return [f"  {p.corrected}"] + [f"  most of the range: {p.hangs_on}"] * bool(p.hangs_on)
-    rows = "its products are fitted to published rows of this GPU"
-    if not p.calibrated:
-        rows = f"not calibrated: no published row of this GPU; its products are {GPUS[p.gpu].products_from}"
-    return [f"  {rows}"] + [f"  most of the range: {p.hangs_on}"] * bool(p.hangs_on)
+    source = f"not calibrated: no published row of this GPU; its products are {GPUS[p.gpu].products_from}"
+    if p.calibrated:
+        source = "its products are fitted to published rows of this GPU"
+    return [f"  {p.corrected or source}"] + [f"  most of the range: {p.hangs_on}"] * bool(p.hangs_on)
 
 
 def cost(tokens: float, price: float | None, gpus: int, seconds: Sequence[float]) -> str:
