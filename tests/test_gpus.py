@@ -79,9 +79,8 @@ def test_figures_agree_with_each_other(key):
     has_fp4 = gpu.compute_capability in ("10.0a", "10.3a", "12.0a")
     assert (gpu.fp8_flops is not None, gpu.fp4_flops is not None) == (has_fp8, has_fp4)
     assert gpu.link_bandwidth >= gpu.pcie_bandwidth
-    # Clock = rate / (SMs x 128 lanes x 2), 64 lanes on the A100: a misplaced digit gives an impossible one.
-    lanes = 64 if gpu.compute_capability == "8.0" else 128
-    assert 1.3e9 < gpu.fp32_flops / (gpu.sm_count * lanes * 2) < 2.7e9
+    # A misplaced digit in a product's rate, or in the number of multiprocessors, gives an impossible one.
+    assert 500 < gpu.bf16_flops / (gpu.sm_count * gpu.clock) <= 8192  # FLOP
 
 
 @pytest.mark.parametrize(

@@ -40,6 +40,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from surojax.errors import ConfigError
+from surojax.planner.amounts import MiB
 from surojax.planner.rates import (
     ASSUMED,
     CALIBRATED,
@@ -57,8 +58,7 @@ from surojax.planner.rates import (
 from surojax.sizes import MOST_GPUS
 
 POOL = 0.95  # largest fraction of a GPU's memory that JAX can use: the driver needs the remainder
-GB, TB, TFLOPS = 1e9, 1e12, 1e12
-MIB = 2**20
+GB, TFLOPS = 1e9, 1e12
 # PCI Express base specification: transfers/s x lanes x 128b/130b coding / 8 bits, B/s per direction.
 PCIE = {
     "4.0 x16": 16e9 * 16 * 128 / 130 / 8,  # 31.5 GB/s
@@ -103,7 +103,6 @@ class Gpu:
     fp8_flops: float | None  # FLOP/s, as bf16_flops
     fp4_flops: float | None  # FLOP/s, as bf16_flops
     tf32_flops: float  # FLOP/s, as bf16_flops
-    fp32_flops: float  # FLOP/s, CUDA cores, no tensor cores
     link_bandwidth: float  # B/s per direction between GPUs of one host: NVLink, or PCIe if there is no NVLink
     network_bandwidth: float  # B/s per direction of each GPU between machines
     pcie_bandwidth: float  # B/s per direction between GPU and host: PCIe, or NVLink-C2C
@@ -200,7 +199,6 @@ def _from_row(row: dict[str, str]) -> Gpu:
         bf16, fp8 = bf16 / 2, fp8 / 2  # fp4 is not halved: RTX 5090 1,676 TFLOP/s
     if row["bf16"]:
         bf16, fp8, fp4 = (number(column, TFLOPS) for column in ("bf16", "fp8", "fp4"))
-    lanes = ARCHITECTURES[capability.rstrip("a")].fp32_lanes
     pcie = PCIE[row["pcie"]] if row["pcie"] in PCIE else number("pcie", GB)
     name, *aliases = row["device_kind"].split("; ")
     reached = "products attention attention_backward host link collective_sms boost beside duplex".split()
@@ -220,12 +218,11 @@ def _from_row(row: dict[str, str]) -> Gpu:
         fp8_flops=fp8 or None,
         fp4_flops=fp4 or None,
         tf32_flops=number("tf32", TFLOPS, bf16 / 2),
-        fp32_flops=number("fp32", TFLOPS, sms * clock * 2 * lanes),
         link_bandwidth=number("link_gb_s", GB, pcie),
         network_bandwidth=number("network_gbit_s", GBIT, 100 * GBIT / 8),
         pcie_bandwidth=pcie,
         clock=clock,
-        l2_bytes=int(number("l2_mib", MIB)),
+        l2_bytes=int(number("l2_mib", MiB)),
         gpus_per_node=int(number("gpus_per_node", 1, 8)),
         aliases=tuple(aliases),
         also_called=tuple(row["also_called"].split()),
