@@ -138,7 +138,8 @@ class _Search:
         self.status = status
         self.most = most
         self.least_host = least_host
-        self.keep = {name: flat(space.config)[name] for name in space.keep}
+        own = flat(space.config)
+        self.keep = {name: own[name] for name in space.keep}
         self.tried = 0
         self.nearest: Candidate | None = None
         self.sampled: list[tuple[Change, float]] = []
@@ -269,9 +270,8 @@ class _Search:
             return math.floor((limits.device - need) * layers / max(1, sizes["weights"]))
 
         queue = []
-        offloads = choices.offloadable(c) if self.space.platform == "gpu" else ()
-        of_kind = ("placements", offloads, in_files)
-        for x in self.known(of_kind, lambda: choices.placements(c, offloads, in_files)):
+        offloads = self.known(("offloads",), lambda: choices.offloadable(c) if self.space.platform == "gpu" else ())
+        for x in self.known(("placements", in_files), lambda: choices.placements(c, offloads, in_files)):
             in_host = sum(sizes[row] for row in x.offloaded if row not in (*x.files, "weights")) - left(x)
             if self.space.gpu.in_a_machine(c.gpus) * in_host > limits.host:
                 continue
