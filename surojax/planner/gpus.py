@@ -35,6 +35,7 @@ import csv
 import difflib
 import math
 import re
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -324,11 +325,16 @@ def _word(text: str) -> str:
     return word.removeprefix("rtx")
 
 
-_BY_WORD = {_word(key): key for key in (*GPUS, *REFUSED)}
-_BY_WORD |= {
-    _word(kind): key for key, gpu in GPUS.items() if not key.endswith("ti_8gb") for kind in (gpu.name, *gpu.aliases)
-}
-_BY_WORD |= {word: key for key, gpu in GPUS.items() for word in gpu.also_called}
-_BY_WORD |= {word: key for key, words in _REFUSED_WORDS.items() for word in words.split()}
-for _key in [key for key in GPUS if key.endswith("ti_8gb")]:
-    del _BY_WORD[_word(GPUS[_key].name)]  # two cards have it
+def _by_word() -> dict[str, str]:
+    """Returns the keys of `GPUS` and `REFUSED` by what users call them, without words that several cards have."""
+    called = defaultdict[str, set[str]](set)
+    for key, gpu in GPUS.items():
+        for word in (*map(_word, (key, gpu.name, *gpu.aliases)), *gpu.also_called):
+            called[word].add(key)
+    for key in REFUSED:
+        for word in (_word(key), *_REFUSED_WORDS.get(key, "").split()):
+            called[word].add(key)
+    return {word: key for word, keys in called.items() if len(keys) == 1 for key in keys}
+
+
+_BY_WORD = _by_word()
