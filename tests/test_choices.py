@@ -7,6 +7,7 @@ import pytest
 from surojax.config.fields import default_config, kinds
 from surojax.planner import choices
 from surojax.planner.amounts import Memory
+from surojax.planner.changes import changed
 from surojax.planner.gpus import GPUS
 from surojax.planner.run_plan import checked
 
@@ -83,6 +84,7 @@ def test_slices_of_a_microbatch_have_the_tokens_of_one_gpu():
 
 
 def test_gpus_that_share_experts_are_in_one_machine():
+    """They divide shards and experts; a setting that refuses `ep_size` leaves 1."""
     c = config(gpus=16, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=64, gradient_accumulation_steps=1)
     of = choices.mesh_change(c, 1, 1, 1)
     assert choices.expert_groups(c, H100, of, 16) == [1, 2, 4, 8]
@@ -92,6 +94,8 @@ def test_gpus_that_share_experts_are_in_one_machine():
     in_pairs = choices.mesh_change(c, 2, 1, 1)
     assert choices.expert_groups(c, FOUR_IN_ONE, in_pairs, 8) == [1, 2]
     assert choices.expert_groups(config(gpus=16), H100, of, 16) == [1]
+    assert choices.expert_groups(changed(c, {"memcpy_send_recv": True}), H100, of, 16) == [1]
+    assert {mesh["ep_size"] for mesh in choices.meshes(c, H100, of, ())} == {1, 2, 4, 8}
 
 
 @pytest.mark.parametrize("n, expected", [(1, [1]), (2, [1, 2]), (12, [1, 2, 3, 4, 6, 12])])

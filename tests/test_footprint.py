@@ -318,13 +318,6 @@ def test_each_limit_is_lifted_by_itself():
 
 
 @pytest.mark.full
-def test_nothing_is_advised_if_nothing_helps(monkeypatch):
-    monkeypatch.setattr(remedies, "MORE_GPUS", (2,))
-    c = apply(flags.load_config(str(CONFIGS / "llama7b.py")), "gpus=1")
-    assert proposed(c, Memory(GiB // 16, GiB)) == []
-
-
-@pytest.mark.full
 def test_advice_of_long_sequences_and_of_stages():
     """Chunks of the sequence, and a schedule with fewer microbatches in flight, are among what is tried."""
     long = apply(flags.load_config(str(CONFIGS / "llama8b_long.py")), "gpus=1 sequence_chunks=1")
@@ -334,11 +327,6 @@ def test_advice_of_long_sequences_and_of_stages():
     before, after = (footprint.needs(changed(c, x), 4, "gpu").device for x in ({}, {"pp_schedule": "1f1b"}))
     found = proposed(c, Memory((before + after) // 2, 200 * GiB))
     assert any(x.change.get("pp_schedule") == "1f1b" for x in found)
-
-
-def test_replicas_of_sequences_that_are_divided_have_shards():
-    """State is sharded over dp_shard x cp."""
-    checks.check(small(gpus=4, dp_replicate_size=2, cp_size=2, zero_level=3))
 
 
 @pytest.mark.full
@@ -477,9 +465,6 @@ def test_a_run_that_fits_gets_its_estimate():
     run = plan(c)
     assert check_fit.check_fit(c, run, jax.devices()[:1], 2**40) == estimate(c)
     assert check_fit.available_bytes(jax.devices()) < 2**50
-    stats = {"bytes_limit": 24 * GiB, "bytes_in_use": GiB}
-    gpu = SimpleNamespace(platform="gpu", memory_stats=lambda: stats, process_index=0)
-    assert check_fit.available_bytes([gpu]) == 23 * GiB
 
 
 def test_plan_and_reality_are_compared_on_a_gpu():

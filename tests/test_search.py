@@ -570,19 +570,6 @@ def test_tokens_are_sent_to_experts_where_a_fetch_has_few(sequences, sent):
     assert best.need == candidate.estimated(best.config, GPUS["h100"]).need
 
 
-def test_sizes_of_groups_that_share_experts():
-    """They divide shards and experts and stay within a machine; a setting that refuses `ep_size` leaves 1."""
-    c = checked(config(**SMALL | WIDE), "h100")
-    one = choices.mesh_change(c, 1, 1, 1)
-    assert choices.expert_groups(c, GPUS["h100"], one, 8) == [1, 2, 4, 8]
-    assert choices.expert_groups(c, GPUS["h100"], choices.mesh_change(c, 2, 1, 1), 12) == [1, 2, 4]
-    by_copies = changed(c, {"memcpy_send_recv": True})
-    assert choices.expert_groups(by_copies, GPUS["h100"], one, 8) == [1]
-    assert choices.expert_groups(config(**SMALL), GPUS["h100"], one, 8) == [1]
-    sizes = {mesh["ep_size"] for mesh in choices.meshes(c, GPUS["h100"], one, ())}
-    assert sizes == {1, 2, 4, 8}
-
-
 def test_a_plan_says_what_multiplies_experts():
     sizes = WIDE | {"kernels": "mosaic"}
 
@@ -807,7 +794,6 @@ def test_it_says_which_resource_is_too_small(monkeypatch):
     assert f"too much by {over / 1e9:.1f} GB of files" in said
     both = tried(0.05, 0.1, None)
     assert both.nearest and [x > 0 for x in both.nearest.need.beyond(both.limits)] == [True, True, False]
-    assert Memory(2**30, 3 * 2**30, 5 * 10**8).text() == "1.0 GiB on each GPU, 3.0 GiB of host memory, 0.5 GB of files"
 
 
 @pytest.mark.parametrize("kept", quick_at([((),), (("gpus",),)], 1), ids=["free", "kept"])
