@@ -251,23 +251,20 @@ def _until_it_fits(
     for _ in range(1 + RETRIES):
         row = _row(config, candidate, space, compiled)
         yield row
-        resident, kept = candidate.config.resident_layers, candidate.config.files_in_memory
-        over = row.need.beyond(space.limits)
+        c, over = candidate.config, row.need.beyond(space.limits)
         if row.fits or row.plan is None:
             return
 
         def changed_to(candidate: Candidate = candidate, **change) -> Candidate:
             return space.estimated(changed(candidate.config, change), candidate.change | change)
 
-        if over.device and resident:
-            fewer = changed_to(resident_layers=resident - 1)
-            of_layer = max(1, changed_to(resident_layers=resident).need.device - fewer.need.device)
-            candidate = changed_to(resident_layers=max(0, resident - math.ceil(over.device / of_layer)))
-        elif over.device and candidate.config.device_memory:
-            less = max(0.0, candidate.config.device_memory - math.ceil(over.device / GiB))
-            candidate = changed_to(device_memory=less)
-        elif over.host and kept:
-            candidate = changed_to(files_in_memory=max(0.0, kept - math.ceil(over.host / GiB)))
+        budget, beyond = ("device_memory", over.device) if over.device else ("files_in_memory", over.host)
+        if over.device and c.resident_layers:
+            fewer = changed_to(resident_layers=c.resident_layers - 1)
+            of_layer = max(1, candidate.need.device - fewer.need.device)
+            candidate = changed_to(resident_layers=max(0, c.resident_layers - math.ceil(over.device / of_layer)))
+        elif beyond and c[budget]:
+            candidate = changed_to(**{budget: max(0.0, c[budget] - math.ceil(beyond / GiB))})
         else:
             return
 
