@@ -97,14 +97,12 @@ def plan_labelling(config: Config, objective: Labelling, gpu: str, disk: str | N
         copies = timelines[0].busy.get(HOST_IN, 0.0)
         waited = sum(s for (_, kind), s in timelines[0].exposed.items() if kind == HOST_IN)
         seconds, resources = kernels, {"the GPU": kernels - waited, "the host link": copies}
-    pairs = list(zip(compiled, programs, strict=True))
-    device = max(x.device_bytes + bytes_per_device(part.others, DEVICE) for x, part in pairs)
     return LabellingPlan(
         gpus=c.gpus,
         gpu=gpu,
         parameters=_parameters(run),
-        device_bytes=device + other_batches,
-        host_bytes=max(x.host_bytes + bytes_per_device(part.others, HOST) for x, part in pairs),
+        device_bytes=run_plan.most_bytes(compiled, programs, "device_bytes", DEVICE) + other_batches,
+        host_bytes=run_plan.most_bytes(compiled, programs, "host_bytes", HOST),
         file_bytes=moved(programs)[0],
         tokens=batches * sequences * c.sequence_len,
         seconds=seconds,

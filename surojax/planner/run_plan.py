@@ -241,7 +241,7 @@ def _compiled(
     in_files = run.engine.table.in_files
     try:
         compiled = compile_parts(LESS_MEMORY if in_files else ALL_MEMORY)
-        needed = _most(compiled, parts, "device_bytes", DEVICE)
+        needed = most_bytes(compiled, parts, "device_bytes", DEVICE)
         if not in_files and may_fit_in_less(needed, candidate.device_limit(gpu)):
             compiled = compile_parts(LESS_MEMORY)
     except Unserved as error:
@@ -267,9 +267,9 @@ def _compiled(
     return {
         "estimate": False,
         "xla": cuda_plugin.plugin_version_text(),
-        "device_bytes": _most(compiled, parts, "device_bytes", DEVICE),
+        "device_bytes": most_bytes(compiled, parts, "device_bytes", DEVICE),
         "device_temp_bytes": max(x.temp_bytes + x.output_bytes for x in compiled),
-        "host_bytes": _most(compiled, parts, "host_bytes", HOST) + run.store.places.kept // run.mesh.size,
+        "host_bytes": most_bytes(compiled, parts, "host_bytes", HOST) + run.store.places.kept // run.mesh.size,
         "host_temp_bytes": max(x.host_temp_bytes + x.host_output_bytes for x in compiled),
         "collectives": hlo.collectives(modules, mesh.shape),
         **copies,
@@ -280,7 +280,7 @@ def _compiled(
     }
 
 
-def _most(compiled: list[aot.Compiled], parts: list[Program], name: str, home: Home) -> int:
+def most_bytes(compiled: list[aot.Compiled], parts: list[Program], name: str, home: Home) -> int:
     """The largest of the programs' bytes in a memory, each with the state that is no argument of the program."""
     pairs = zip(compiled, parts, strict=True)
     return max(getattr(x, name) + bytes_per_device(part.others, home) for x, part in pairs)
