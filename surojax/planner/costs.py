@@ -143,7 +143,7 @@ def _steps(p: ProgramOnGpu, i: Instruction, computation: Mapping[str, Instructio
         has_loops = any(isinstance(step, Loop) for step in body)
         yield Loop(_label(i, has_loops), hlo.trips(i), body, has_loops)
     elif i.opcode in ("call", "conditional"):  # of a conditional all branches, as in hlo.executed
-        for name in hlo.called(i, "to_apply|calls|branch_computations|true_computation|false_computation"):
+        for name in hlo.called(i, hlo.CALLS):
             yield from p.steps(name)
     elif i.opcode.endswith("-done"):
         yield Wait(i.operands[0])
@@ -195,8 +195,7 @@ def streams_in_turn(module: Module) -> dict[str, str]:
             queues[i.name] = f"in turn {len(queues) % IN_TURN}"
         for i in instructions:
             if i.opcode in ("while", "call", "conditional"):
-                inside = "body|to_apply|calls|branch_computations|true_computation|false_computation"
-                pending.extendleft(hlo.called(i, inside))
+                pending.extendleft(hlo.called(i, f"body|{hlo.CALLS}"))
     return queues
 
 
