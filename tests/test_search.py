@@ -872,10 +872,8 @@ def test_what_does_not_fit_as_compiled_is_tried_with_fewer_resident_layers(monke
 
     def compiled(config, gpu, *, gpus_per_node, host_bandwidth, disk, advise):
         need = candidate.estimated(checked(config, gpu), card).need
-        more = {"device_bytes": need.device + int(0.05 * card.memory_bytes), "host_bytes": need.host, "nvme_bytes": 0}
-        return types.SimpleNamespace(
-            **more, gpus=1, gpus_per_node=1, predicted_step_s=1.0 - config.resident_layers / 99
-        )
+        more = need._replace(device=need.device + int(0.05 * card.memory_bytes))
+        return types.SimpleNamespace(need=more, predicted_step_s=1.0 - config.resident_layers / 99)
 
     monkeypatch.setattr(aot, "available", lambda: True)
     monkeypatch.setattr(aot, "usable", lambda gpu: True)
@@ -886,7 +884,7 @@ def test_what_does_not_fit_as_compiled_is_tried_with_fewer_resident_layers(monke
     assert 0 < best < first and not result.rows[0].need.device > candidate.device_limit(card)
     assert compiled(
         one_more, GPU, gpus_per_node=None, host_bandwidth=None, disk=None, advise=False
-    ).device_bytes > candidate.device_limit(card)
+    ).need.device > candidate.device_limit(card)
 
 
 @pytest.mark.full

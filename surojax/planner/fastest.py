@@ -59,10 +59,7 @@ class Trial:
     @property
     def need(self) -> Memory:
         """What the run needs, as compiled if it was."""
-        p = self.plan
-        return (
-            Memory(p.device_bytes, p.gpus_per_node * p.host_bytes, p.gpus * p.nvme_bytes) if p else self.estimate.need
-        )
+        return self.plan.need if self.plan else self.estimate.need
 
 
 @dataclasses.dataclass(frozen=True)

@@ -176,9 +176,9 @@ def verdict(p: Plan) -> list[str]:
     if not over and p.device_bytes > DEFAULT_POOL * GPUS[p.gpu].memory_bytes:
         lines.append(f"  with {POOL_SETTING} in the environment: JAX takes {DEFAULT_POOL} by itself")
     if p.host_limit_bytes is not None:
-        needed = gib(p.gpus_per_node * p.host_bytes)
+        needed = gib(p.need.host)
         limit = gib(p.host_limit_bytes)
-        enough = p.gpus_per_node * p.host_bytes <= p.host_limit_bytes
+        enough = p.need.host <= p.host_limit_bytes
         whose = "all" if p.gpus == p.gpus_per_node else f"{p.gpus_per_node}"
         fits = "fits" if enough else "does not fit"
         lines.append(f"{fits}: {needed} of {limit}, which is {HOST_POOL:.0%} of host memory, for {whose} GPUs")

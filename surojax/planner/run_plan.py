@@ -96,6 +96,11 @@ class Plan(Prediction):
     host_limit_bytes: int | None  # of a machine, that a run can use, see `candidate.memory_limits`; None if unknown
     changes: list[str]  # changes of settings that would make it fit
 
+    @property
+    def need(self) -> Memory:
+        """What the run needs."""
+        return Memory(self.device_bytes, self.gpus_per_node * self.host_bytes, self.gpus * self.nvme_bytes)
+
     def __repr__(self) -> str:
         fits = "fits" if self.fits else "does not fit"
         device = f"{self.device_bytes / GiB:.1f} of {self.device_limit_bytes / GiB:.1f} GiB on each GPU"
