@@ -19,13 +19,13 @@ from typing import Any
 import surojax
 from surojax import command_line
 from surojax.config import flags
-from surojax.config.fields import FIELDS, Config, default_config, flat, sequences_of_step, tokens_of_step
+from surojax.config.fields import FIELDS, Config, default_config, flat, tokens_of_step
 from surojax.errors import ConfigError, need
 from surojax.pages import plan_page
 from surojax.pages.plan_page import PlanRequest, fact
 from surojax.pages.template import fill, script_data
 from surojax.planner import aot, seen
-from surojax.planner.amounts import Memory, gib
+from surojax.planner.amounts import Memory
 from surojax.planner.candidate import Candidate, memory_limits
 from surojax.planner.changes import Change, changed, differing, flags as as_flags
 from surojax.planner.choices import with_batch
@@ -192,22 +192,12 @@ def answer_estimate(asked: StudioQuery) -> dict[str, Any]:
 
 def facts(x: Candidate, limits: Memory) -> list[dict[str, Any]]:
     """Makes a candidate's key figures, under the names of `plan_page.facts`."""
-
-    def memory(name: str, size: float, limit: float) -> dict[str, Any]:
-        return fact(name, gib(size), f"of {gib(limit)}" if limit < math.inf else "", size)
-
-    figures = [
-        memory("memory of each GPU", x.need.device, limits.device),
-        memory("host memory of a machine", x.need.host, limits.host),
+    rate = tokens_of_step(x.config) / x.seconds
+    return [
+        *plan_page.given_facts(x.config, x.need, limits),
+        fact("a step", duration(x.seconds), "estimated", x.seconds),
+        fact("tokens/s", f"{rate:,.0f}", f"{rate / x.config.gpus:,.0f} per GPU", rate),
     ]
-    if x.need.files or limits.files:
-        figures.append(memory("files", x.need.files, limits.files))
-    step = f"{sequences_of_step(x.config):,} x {x.config.sequence_len:,}"
-    tokens = tokens_of_step(x.config)
-    figures.append(fact("tokens of a step", f"{tokens:,}", step, tokens))
-    figures.append(fact("a step", duration(x.seconds), "estimated", x.seconds))
-    rate = tokens / x.seconds
-    return [*figures, fact("tokens/s", f"{rate:,.0f}", f"{rate / x.config.gpus:,.0f} per GPU", rate)]
 
 
 def fitting(asked: StudioQuery) -> dict[str, Any]:
