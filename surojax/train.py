@@ -48,7 +48,6 @@ from surojax.parallel.feed import Feed
 from surojax.placement.layout import batch_sharding
 from surojax.placement.mesh import expect_no_cuda_without_driver, own_device
 from surojax.planner import prediction, products, seen
-from surojax.planner.check_fit import compare, peak_bytes
 from surojax.planner.footprint import by_class
 from surojax.planner.traffic import batch_of
 from surojax.run import on_disk, trackers
@@ -72,7 +71,9 @@ from surojax.training.run_programs import compile_programs
 from surojax.training.run_summary import (
     TRACE,
     budget,
+    compare,
     describe_run,
+    peak_bytes,
     peak_flops,
     print_prediction,
     rate_text,

@@ -24,6 +24,7 @@ from surojax.planner.run_plan import checked, plan_in_subprocess
 from surojax.planner.search import Space
 from surojax.planner.traffic import BatchShape, batch_of
 from surojax.resources import FreeMemory
+from surojax.training import run_summary
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 SMALL = {
@@ -187,10 +188,10 @@ def test_memory_of_cpu_devices_is_shared_by_those_of_a_process(monkeypatch):
     assert check_fit.available_bytes(devices[:3]) == 400
     stats = {"bytes_limit": 900, "bytes_in_use": 100, "peak_bytes_in_use": 700}
     gpu = SimpleNamespace(platform="gpu", process_index=0, memory_stats=lambda: stats)
-    assert check_fit.available_bytes([gpu]) == 800 and check_fit.peak_bytes(gpu) == 700
+    assert check_fit.available_bytes([gpu]) == 800 and run_summary.peak_bytes(gpu) == 700
     del stats["bytes_in_use"]
     assert check_fit.available_bytes([gpu]) == 900
-    assert check_fit.memory_limit(devices[0]) is check_fit.peak_bytes(devices[0]) is None
+    assert check_fit.memory_limit(devices[0]) is run_summary.peak_bytes(devices[0]) is None
 
 
 def apply(c, text: str):
@@ -474,15 +475,15 @@ def test_plan_and_reality_are_compared_on_a_gpu():
     compiled = SimpleNamespace(memory_analysis=lambda: planned)
     stats = {"peak_bytes_in_use": 17 * GiB}
     gpu = SimpleNamespace(platform="gpu", memory_stats=lambda: stats, process_index=0)
-    line = check_fit.compare({"weights": 12 * GiB, "master": 3 * GiB}, compiled, gpu)
+    line = run_summary.compare({"weights": 12 * GiB, "master": 3 * GiB}, compiled, gpu)
     assert line and "estimated 15.0 GiB, compiled 16.0 GiB, at most in use 17.0 GiB" in line and "too low" not in line
-    assert "14% too low" in str(check_fit.compare({"weights": 14 * GiB}, compiled, gpu))
+    assert "14% too low" in str(run_summary.compare({"weights": 14 * GiB}, compiled, gpu))
     of_files = SimpleNamespace(memory_analysis=lambda: None)
-    line = check_fit.compare({"weights": 12 * GiB}, of_files, gpu)
+    line = run_summary.compare({"weights": 12 * GiB}, of_files, gpu)
     assert line and "estimated 12.0 GiB, at most in use 17.0 GiB" in line
     stats.clear()
-    assert check_fit.compare({"weights": 1}, compiled, gpu) is None
-    assert check_fit.compare({"weights": 1}, compiled, jax.devices()[0]) is None
+    assert run_summary.compare({"weights": 1}, compiled, gpu) is None
+    assert run_summary.compare({"weights": 1}, compiled, jax.devices()[0]) is None
 
 
 @pytest.mark.full

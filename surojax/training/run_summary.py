@@ -1,4 +1,4 @@
-"""Prints a run's size and predicted time before it starts, and a sample of its text at the end."""
+"""Prints a run's size and predicted time before it starts; at the end what it took, and a sample of its text."""
 
 import itertools
 import shlex
@@ -37,11 +37,12 @@ from surojax.planner import (
     seen,
     traffic,
 )
-from surojax.planner.amounts import summed
+from surojax.planner.amounts import gib, summed
 from surojax.planner.disks import MEASURED_HERE, Disks
 from surojax.planner.footprint import Rows, estimate_host
 from surojax.planner.prediction import Prediction
 from surojax.run.console import say
+from surojax.training.run_programs import compiled_bytes
 
 PAGE, TRACE = "report.html", "trace.json"
 LONGEST_PROMPT = 512  # tokens of a prompt that is sampled from at the end
@@ -150,6 +151,30 @@ def print_prediction(
     if predicted.launch_bound:
         say(planned.launches(predicted))
     return predicted
+
+
+def peak_bytes(device) -> int | None:
+    """The most bytes of a device's memory that were in use so far; None on CPUs and if the device does not say."""
+    stats = device.memory_stats() if device.platform != "cpu" else None
+    return (stats or {}).get("peak_bytes_in_use")
+
+
+def compare(need: dict[str, int], compiled, device) -> str | None:
+    """A line that compares the estimate, the bytes that XLA planned for a compiled step, and the device's peak use.
+
+    None on devices that do not report their peak (CPUs). The peak is that of the process, with initialisation and
+    evaluation. XLA's bytes are left out for a step of several programs (state in files).
+    """
+    peak, total, estimated = peak_bytes(device), compiled_bytes(compiled), sum(need.values())
+    if peak is None:
+        return None
+    planned = "" if total is None else f", compiled {gib(total)}"
+    line = (
+        f"memory per device: estimated {gib(estimated)}{planned}, at most in use {gib(peak)} (initialisation and "
+        "evaluation included)"
+    )
+    low = 0.0 if total is None else total / estimated - 1
+    return f"{line}; note: the estimate was {low:.0%} too low" if low > 0.1 else line
 
 
 def write_page(
