@@ -54,7 +54,7 @@ from surojax.planner.gpus import GPUS, with_nodes
 from surojax.planner.run_plan import Plan
 from surojax.step.several_programs import SeveralPrograms
 from surojax.step.state_plan import bytes_per_device
-from surojax.training.run_summary import peak_flops, print_prediction
+from surojax.training.run_summary import comparison, peak_flops, print_prediction
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 needs_compiler = pytest.mark.skipif(not aot.available(), reason=f"no compiler for GPUs here: {aot.EXTRA}")
@@ -620,7 +620,7 @@ def test_train_counts_the_tokens_of_a_tensor_parallel_group_once(monkeypatch, ca
         c, footprint.assembly(c), compiled, [SimpleNamespace(device_kind=GPUS[FIRST].name)] * 2, Claimed()
     )
     assert " 1,024 tok/s, by XLA " in capsys.readouterr().out
-    assert "predicted 1,024 " in prediction.comparison(found, [2.0], 16 * 128)
+    assert "predicted 1,024 " in comparison(found, [2.0], 16 * 128)
 
 
 # Residuals of a microbatch are in a slot that is known when the program runs, so they are transferred by kernels.

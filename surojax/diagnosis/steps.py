@@ -24,6 +24,7 @@ from surojax.planner.check_fit import memory_limit
 from surojax.planner.gpus import find_gpu
 from surojax.planner.prediction import milliseconds
 from surojax.planner.traffic import BatchShape
+from surojax.training.run_summary import comparison
 from surojax.training.safe import OPTIONS, safe
 from surojax.verification import rows as verifier
 from surojax.verification.bounds import expected_bounds, judge
@@ -263,6 +264,6 @@ def timed(curves: verifier.Curves, setting: Setting, steps: int = TIMED_STEPS) -
         step_batch = BatchShape(sequences, length, microbatches)
         simulated = prediction.simulated_step([hlo.parse_module(step.as_text())], row.run, step_batch)
         predicted = prediction.step_prediction(simulated, row.run, step_batch, gpu)
-    if not (line := prediction.comparison(predicted, durations, microbatches * step_batch.tokens)):
+    if not (line := comparison(predicted, durations, microbatches * step_batch.tokens)):
         return skipped("times", setting.name, f"{measured}; none is predicted: {predicted.not_predicted}")
     return ok("times", setting.name, f"{measured}; {line}")

@@ -10,7 +10,6 @@ and slower ones apart. A step that was measured here with the same settings is k
 import dataclasses
 import json
 import math
-import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -197,23 +196,6 @@ def step_prediction(step: SimulatedStep, run: Assembly, batch: traffic.BatchShap
     compute_time = tokens * products.compute_time(gpu, products.token_flops(run, batch.sequence_len))
     has_graphs = xla_options.has_graphs(run)
     return predict(step, gpu, tokens=tokens, compute_time=compute_time, has_graphs=has_graphs)
-
-
-def comparison(predicted: Prediction, durations_s: Sequence[float], tokens: int) -> str:
-    """A line with measured beside predicted tokens/s of all GPUs; "" if nothing was predicted or measured.
-
-    durations_s: of steps; their median is compared, without the first one if there are others. tokens: of a step.
-    """
-    if predicted.predicted_step_s is None or predicted.predicted_range_s is None or not durations_s:
-        return ""
-    seconds = statistics.median(durations_s[1:] or durations_s)
-    low, high = (tokens / t for t in reversed(predicted.predicted_range_s))
-    expected = tokens / predicted.predicted_step_s
-    ratio = tokens / seconds / expected
-    return (
-        f"tok/s: measured {tokens / seconds:,.0f}, predicted {expected:,.0f} ({low:,.0f} to {high:,.0f}), "
-        f"measured / predicted {ratio:.2f}"
-    )
 
 
 def write_trace(file: Path, timeline: Timeline, title: str) -> None:

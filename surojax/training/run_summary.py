@@ -2,6 +2,7 @@
 
 import itertools
 import shlex
+import statistics
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -151,6 +152,23 @@ def print_prediction(
     if predicted.launch_bound:
         say(planned.launches(predicted))
     return predicted
+
+
+def comparison(predicted: Prediction, durations_s: Sequence[float], tokens: int) -> str:
+    """A line with measured beside predicted tokens/s of all GPUs; "" if nothing was predicted or measured.
+
+    durations_s: of steps; their median is compared, without the first one if there are others. tokens: of a step.
+    """
+    if predicted.predicted_step_s is None or predicted.predicted_range_s is None or not durations_s:
+        return ""
+    seconds = statistics.median(durations_s[1:] or durations_s)
+    low, high = (tokens / t for t in reversed(predicted.predicted_range_s))
+    expected = tokens / predicted.predicted_step_s
+    ratio = tokens / seconds / expected
+    return (
+        f"tok/s: measured {tokens / seconds:,.0f}, predicted {expected:,.0f} ({low:,.0f} to {high:,.0f}), "
+        f"measured / predicted {ratio:.2f}"
+    )
 
 
 def peak_bytes(device) -> int | None:
