@@ -10,6 +10,7 @@ from surojax.planner.amounts import Memory
 from surojax.planner.changes import changed
 from surojax.planner.gpus import GPUS
 from surojax.planner.run_plan import checked
+from surojax.sizes import divisors
 
 H100 = GPUS["h100"]
 FOUR_IN_ONE = dataclasses.replace(H100, gpus_per_node=4)
@@ -100,7 +101,7 @@ def test_gpus_that_share_experts_are_in_one_machine():
 
 @pytest.mark.parametrize("n, expected", [(1, [1]), (2, [1, 2]), (12, [1, 2, 3, 4, 6, 12])])
 def test_divisors(n, expected):
-    assert choices.divisors(n) == expected
+    assert divisors(n) == expected
 
 
 def test_choices_of_some_names_are_the_smallest_first():

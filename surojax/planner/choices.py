@@ -42,7 +42,7 @@ from surojax.planner.gpus import Gpu
 from surojax.planner.roofline import StorageTiers
 from surojax.refusals.features import RECOMPUTE_PARTS
 from surojax.refusals.refusal import about, refused
-from surojax.sizes import divisor, largest_divisor
+from surojax.sizes import divisor, divisors, largest_divisor
 
 AXES = SHARE_SEQUENCES
 FETCH = "microbatches_per_fetch"
@@ -178,11 +178,6 @@ def with_own(c: Config, changes: list[Change]) -> list[Change]:
 def allows(c: Config, field: str, change: Change) -> bool:
     """Whether no row about this field in the table of refusals refuses a change."""
     return refused(flat(c) | change, DEFAULTS, about(field, REFUSALS)) is None
-
-
-def divisors(n: int) -> list[int]:
-    """The divisors of n in ascending order."""
-    return [d for d in range(1, n + 1) if n % d == 0]
 
 
 def _why_not(c: Config, axis: str, keep: Collection[str]) -> str:
