@@ -18,12 +18,12 @@ import jax
 
 from surojax import command_line
 from surojax.config import flags
+from surojax.config.changes import changed
 from surojax.config.fields import FIELDS, Config
 from surojax.config.write import check_new, config_file
 from surojax.errors import ConfigError, ending, ends_with_code, need, refusing, short_exit_codes
 from surojax.planner.amounts import gib
 from surojax.planner.candidate import Candidate, memory_limits
-from surojax.planner.changes import changed
 from surojax.planner.gpus import GPUS, gpu_key, with_nodes
 from surojax.planner.remedies import adapter_candidates
 from surojax.planner.run_plan import checked

@@ -4,10 +4,10 @@ import dataclasses
 
 import pytest
 
+from surojax.config.changes import changed
 from surojax.config.fields import default_config, kinds
 from surojax.planner import choices
 from surojax.planner.amounts import Memory
-from surojax.planner.changes import changed
 from surojax.planner.gpus import GPUS
 from surojax.planner.run_plan import checked
 from surojax.sizes import divisors

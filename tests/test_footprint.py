@@ -12,13 +12,13 @@ from small import quick_at
 
 from surojax.assembly.from_config import from_config
 from surojax.config import checks, flags
+from surojax.config.changes import changed
 from surojax.config.fields import default_config
 from surojax.errors import ConfigError
 from surojax.placement.layout import batch_sharding
 from surojax.placement.mesh import DATA, data_parallel, make_mesh
 from surojax.planner import aot, check_fit, choices, footprint, remedies
 from surojax.planner.amounts import GiB, Memory, gib, summed
-from surojax.planner.changes import changed
 from surojax.planner.gpus import GPUS
 from surojax.planner.run_plan import checked, plan_in_subprocess
 from surojax.planner.search import Space

@@ -17,6 +17,7 @@ from small import quick_at
 
 from surojax.assembly.from_config import from_config
 from surojax.config import checks, flags, write
+from surojax.config.changes import changed, differing, flags as flags_of
 from surojax.config.fields import default_config, flat, mesh_sizes
 from surojax.errors import ConfigError
 from surojax.offloads import TO_DEVICE
@@ -37,7 +38,6 @@ from surojax.planner import (
     traffic,
 )
 from surojax.planner.amounts import GiB, Memory, gib
-from surojax.planner.changes import changed, differing, flags as flags_of
 from surojax.planner.costs import product_time
 from surojax.planner.disks import Disks
 from surojax.planner.gpus import GPUS, POOL

@@ -14,12 +14,12 @@ import jax
 from pallas_kernels import bench, dispatch, flash_attention, shapes
 from surojax.assembly.xla_options import VERIFY_OFFSETS
 from surojax.config import Config
+from surojax.config.changes import changed
 from surojax.config.fields import default_config
 from surojax.diagnosis.verdict import Asked, Verdict, attempt, failed, ok, skipped
 from surojax.placement.mesh import find_devices
 from surojax.planner import costs, hlo, prediction
 from surojax.planner.amounts import GiB
-from surojax.planner.changes import changed
 from surojax.planner.check_fit import memory_limit
 from surojax.planner.gpus import find_gpu
 from surojax.planner.prediction import milliseconds

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import surojax
+from surojax.config.changes import flags
 from surojax.config.fields import Config, not_default, sequences_of_step, tokens_of_step
 from surojax.pages.step_view import memory_values, step_values
 from surojax.pages.template import fill
 from surojax.planner.amounts import Memory, gib
-from surojax.planner.changes import flags
 from surojax.planner.gpus import GPUS
 from surojax.planner.plan_text import memory_rows, plan_table, time_lines, verdict
 from surojax.planner.prediction import duration

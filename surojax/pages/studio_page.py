@@ -19,6 +19,7 @@ from typing import Any
 import surojax
 from surojax import command_line
 from surojax.config import flags
+from surojax.config.changes import Change, changed, differing, flags as as_flags
 from surojax.config.fields import FIELDS, Config, default_config, flat, tokens_of_step
 from surojax.errors import ConfigError, need
 from surojax.pages import plan_page
@@ -27,7 +28,6 @@ from surojax.pages.template import fill, script_data
 from surojax.planner import aot, seen
 from surojax.planner.amounts import Memory
 from surojax.planner.candidate import Candidate, memory_limits
-from surojax.planner.changes import Change, changed, differing, flags as as_flags
 from surojax.planner.choices import with_batch
 from surojax.planner.disks import Disks, disks
 from surojax.planner.gpus import GB, GPUS, gpu_key, with_nodes

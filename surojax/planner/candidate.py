@@ -4,12 +4,12 @@ import dataclasses
 import math
 
 from surojax.assembly.assemble import Assembly
+from surojax.config.changes import Change
 from surojax.config.fields import Config
 from surojax.offloads import TO_DEVICE
 from surojax.placement.home import DEVICE, HOST
 from surojax.planner import choices, roofline
 from surojax.planner.amounts import GiB, Memory
-from surojax.planner.changes import Change
 from surojax.planner.disks import ASSUMED_DISKS, Disks
 from surojax.planner.footprint import HOST_POOL, Rows, assembly, by_class, memory
 from surojax.planner.gpus import Gpu

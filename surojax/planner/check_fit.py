@@ -11,6 +11,7 @@ from pallas_kernels import dispatch
 from surojax.assembly.assemble import Assembly
 from surojax.assembly.from_config import from_config
 from surojax.cluster.hosts import processes_here
+from surojax.config.changes import changed, differing, flags
 from surojax.config.fields import Config, flat, gpus_per_sequence
 from surojax.errors import ConfigError
 from surojax.numerics.recipes import check_recipe
@@ -20,7 +21,6 @@ from surojax.placement.layout import batch_sharding
 from surojax.placement.mesh import data_parallel, own_device
 from surojax.planner import choices, remedies
 from surojax.planner.amounts import Memory, gib, summed
-from surojax.planner.changes import changed, differing, flags
 from surojax.planner.footprint import DEFAULT_POOL, POOL_SETTING, estimate, estimate_host, needs
 from surojax.planner.gpus import GPUS, POOL, find_gpu
 from surojax.planner.search import Space

@@ -23,6 +23,7 @@ import itertools
 import math
 from collections.abc import Collection, Iterator
 
+from surojax.config.changes import Change, changed, differing
 from surojax.config.checks import REFUSALS
 from surojax.config.fields import (
     DEFAULTS,
@@ -37,7 +38,6 @@ from surojax.config.fields import (
 )
 from surojax.errors import ConfigError, need
 from surojax.offloads import FIELDS as OFFLOADS, IN_SLOTS, OPTIONS, TO_FILES
-from surojax.planner.changes import Change, changed, differing
 from surojax.planner.gpus import Gpu
 from surojax.planner.roofline import StorageTiers
 from surojax.refusals.features import RECOMPUTE_PARTS

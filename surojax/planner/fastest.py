@@ -10,12 +10,12 @@ import math
 import time
 from collections.abc import Callable, Collection, Iterator
 
+from surojax.config.changes import Change, changed, differing, flags
 from surojax.config.fields import Config, sequences_of_step, tokens_of_step
 from surojax.errors import ConfigError
 from surojax.planner import aot, choices, remedies, seen
 from surojax.planner.amounts import GiB, Memory, gib
 from surojax.planner.candidate import Candidate, memory_limits
-from surojax.planner.changes import Change, changed, differing, flags
 from surojax.planner.choices import NUMBERS
 from surojax.planner.disks import Disks, disks
 from surojax.planner.gpus import GB, gpu_key, with_nodes

@@ -23,6 +23,7 @@ from surojax.assembly.from_config import compute, from_config, updates_late
 from surojax.assembly.xla_options import ALL_MEMORY, LESS_MEMORY, compiler_options, may_fit_in_less
 from surojax.children import python_command
 from surojax.config import checks, fields as configs
+from surojax.config.changes import changed
 from surojax.config.fields import Config
 from surojax.errors import ConfigError
 from surojax.exchange.sources import resolved
@@ -48,7 +49,6 @@ from surojax.planner import (
     traffic,
 )
 from surojax.planner.amounts import GiB, Memory
-from surojax.planner.changes import changed
 from surojax.planner.disks import Disks, disks
 from surojax.planner.gpus import GPUS, Gpu, gpu_key, with_nodes
 from surojax.planner.prediction import Prediction

@@ -30,6 +30,7 @@ from typing import Any, NamedTuple
 
 from surojax.assembly.assemble import Assembly
 from surojax.config import checks
+from surojax.config.changes import Change, changed, differing
 from surojax.config.fields import Config, flat, names_with
 from surojax.config.sections import BatchSettings
 from surojax.declared import Facts, names_of
@@ -38,7 +39,6 @@ from surojax.offloads import TO_DEVICE
 from surojax.planner import choices, roofline
 from surojax.planner.amounts import GiB, Memory
 from surojax.planner.candidate import Candidate, estimated, needed, storage_tiers
-from surojax.planner.changes import Change, changed, differing
 from surojax.planner.disks import ASSUMED_DISKS, Disks
 from surojax.planner.footprint import Rows, assembly, by_class
 from surojax.planner.gpus import Gpu
