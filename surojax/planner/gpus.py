@@ -45,12 +45,12 @@ from surojax.planner.amounts import MiB
 from surojax.planner.rates import (
     ASSUMED,
     CALIBRATED,
-    ENDS,
     MEASURED,
     NOTHING_SEEN,
     PRODUCTS,
     SHEET,
     STAGED,
+    UNCERTAIN,
     UNKNOWN_DRAM,
     Rates,
     Seen,
@@ -114,7 +114,7 @@ class Gpu:
     aliases: tuple[str, ...] = ()  # other device kinds of exactly the same card
     also_called: tuple[str, ...] = ()  # other words for it, see `gpu_key`
     products_from: str = MEASURED  # where `rates.products` comes from: a key of rates.PRODUCTS
-    ends: Mapping[str, Span] = field(default_factory=dict, hash=False)  # of rates, where they differ from rates.ENDS
+    ends: Mapping[str, Span] = field(default_factory=dict, hash=False)  # that differ from those of rates.UNCERTAIN
     host_memory_bandwidth: float | None = None  # B/s of a machine's host memory, both ways; None: see `host_memory`
     seen: Seen = NOTHING_SEEN  # what of `rates` was measured here
 
@@ -166,7 +166,8 @@ class Gpu:
 
     def spans(self) -> dict[str, Span]:
         """The ends of each rate, and where they come from."""
-        spans_by_rate = dict(ENDS) | {"products": PRODUCTS[self.products_from]}
+        spans_by_rate = {name: rate.span for name, rate in UNCERTAIN.items()}
+        spans_by_rate["products"] = PRODUCTS[self.products_from]
         if self.staged:
             spans_by_rate["link"] = STAGED
         if self.host_memory_bandwidth is None:

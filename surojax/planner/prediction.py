@@ -24,7 +24,7 @@ from surojax.planner.disks import ASSUMED_DISKS, Disks
 from surojax.planner.file_time import SimulatedStep
 from surojax.planner.gpus import Gpu
 from surojax.planner.hlo import Module
-from surojax.planner.rates import CALIBRATED, DISKS, TOGETHER, WORDS
+from surojax.planner.rates import CALIBRATED, DISKS, UNCERTAIN
 from surojax.planner.stages import with_rounds
 from surojax.planner.timeline import WAITS, Timeline
 from surojax.step.several_programs import Program
@@ -165,11 +165,12 @@ def _hangs_on(gpu: Gpu, ends: Mapping[str, Sequence[float]]) -> str:
     if name == "copies":
         return f"whether copy engines do the host transfers that are kernels in this program: {fast} to {slow} ms"
     if name == DISKS:
-        return f"{WORDS[name]}: {fast} to {slow} ms"
+        return f"{name}: {fast} to {slow} ms"
     span = gpu.spans()[name]
-    value = getattr(gpu.rates, TOGETHER.get(name, (name,))[0])
+    word, _, fields = UNCERTAIN[name]
+    value = getattr(gpu.rates, fields[0])
     known = "half to twice" if name == "latencies" else f"{value * span.slow:.2f} to {value * span.fast:.2f}"
-    return f"{WORDS[name]} ({known}, {span.source}): {fast} to {slow} ms"
+    return f"{word} ({known}, {span.source}): {fast} to {slow} ms"
 
 
 def simulated_step(

@@ -30,7 +30,7 @@ from surojax.errors import ConfigError
 from surojax.own_files import Optional, read_own, write_whole
 from surojax.placement import cuda_plugin
 from surojax.planner.gpus import GB, Gpu, find_gpu
-from surojax.planner.rates import ENDS, HERE, LATENCIES, RATES, TOGETHER, Seen, Span
+from surojax.planner.rates import HERE, LATENCIES, RATES, UNCERTAIN, Seen, Span
 from surojax.untrusted import expanded
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ def corrected(gpu: Gpu, path: str, settings: str = "") -> Gpu:
     said = [f"{', '.join(single)} measured"] * bool(single) + [of_step] * bool(values)
     note = f"corrected: {' and '.join(said)} here (to {mine[-1]['date']}, {path}){_of_other_plugins(mine)}"
     span = Span(1 - MEASURED_ENDS, 1 + MEASURED_ENDS, HERE)
-    ends = {name: span for name in ENDS | {"products": 0} if set(TOGETHER.get(name, (name,))) <= single.keys()}
+    ends = {name: span for name, rate in UNCERTAIN.items() if set(rate.fields) <= single.keys()}
     rates = dataclasses.replace(gpu.rates, **single)
     seen = Seen(factor, same, tuple(sorted(single)), note)
     return dataclasses.replace(gpu, rates=rates.slower(factor), ends=dict(gpu.ends) | ends, seen=seen)
