@@ -197,8 +197,7 @@ def estimate(
     Raises ConfigError for settings that `train` refuses, and for an unknown GPU.
     """
     from surojax.planner import candidate, footprint, seen
-    from surojax.planner.amounts import Memory
-    from surojax.planner.drives import disks
+    from surojax.planner.disks import disks
     from surojax.planner.gpus import gpu_key, with_nodes
     from surojax.planner.run_plan import checked
     from surojax.planner.traffic import batch_of
@@ -206,8 +205,7 @@ def estimate(
     gpu = gpu_key(gpu)
     c = checked(_config(config, dict(fields)), gpu)
     facts = seen.corrected(with_nodes(gpu, None, None), c.rates_file)
-    host = math.inf if host_memory is None else candidate.host_limit(host_memory * GiB)
-    limits = Memory(candidate.device_limit(facts), host, math.inf)
+    limits = candidate.memory_limits(facts, host_memory, math.inf)
     found = candidate.estimated(c, facts, disks=disks(disk, c.rates_file))
     return Estimate(
         gpu=gpu,

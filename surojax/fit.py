@@ -19,6 +19,7 @@ from pathlib import Path
 
 import jax
 
+from surojax.config.changes import differing, flags, wrapped
 from surojax.config.fields import Config, default_config, flat
 from surojax.config.flags import parse_flags
 from surojax.config.write import check_new, config_file
@@ -26,10 +27,8 @@ from surojax.errors import ConfigError, ending, ends_with_code, nearest_name, sh
 from surojax.plan import add_cost, add_disk, check_cost, check_output
 from surojax.planner import aot, footprint
 from surojax.planner.amounts import GiB, gib
-from surojax.planner.changes import differing, flags, wrapped
 from surojax.planner.choices import AXES, FOLDER, NUMBERS, with_batch
-from surojax.planner.disks import wear
-from surojax.planner.drives import disks
+from surojax.planner.disks import disks, wear
 from surojax.planner.fastest import MOST_COMPILED, FitResult, Trial, fastest
 from surojax.planner.gpus import GPUS, gpu_key
 from surojax.planner.plan_text import cost, range_lines

@@ -18,12 +18,12 @@ import jax
 
 from surojax import command_line
 from surojax.config import flags
+from surojax.config.changes import changed
 from surojax.config.fields import FIELDS, Config
 from surojax.config.write import check_new, config_file
 from surojax.errors import ConfigError, ending, ends_with_code, need, refusing, short_exit_codes
-from surojax.planner.amounts import GiB, Memory, gib
-from surojax.planner.candidate import Candidate, device_limit, host_limit
-from surojax.planner.changes import changed
+from surojax.planner.amounts import gib
+from surojax.planner.candidate import Candidate, memory_limits
 from surojax.planner.gpus import GPUS, gpu_key, with_nodes
 from surojax.planner.remedies import adapter_candidates
 from surojax.planner.run_plan import checked
@@ -58,11 +58,10 @@ def given(
 def fastest_estimated(c: Config, gpu: str, host_memory: float) -> Candidate:
     """Finds the settings that fit and are fastest by estimate.
 
-    host_memory: bytes of a machine. Raises ConfigError if none do.
+    host_memory: GiB of a machine. Raises ConfigError if none do.
     """
     facts = with_nodes(gpu, None, None)
-    limits = Memory(device_limit(facts), host_limit(host_memory), 0)
-    space = Space(checked(c, gpu), facts, limits)
+    space = Space(checked(c, gpu), facts, memory_limits(facts, host_memory))
     fastest = best(space)
     if fastest is None:
         found = adapter_candidates(space.of(few=True))
@@ -130,7 +129,7 @@ def main(argv: list[str] | None = None) -> None:
         check_new("NAME", file)
         gpu = gpu_key(args.gpu)
         c = given(args.model, args.gpus, args.data, f"runs/{args.name}", overrides)
-        fastest = fastest_estimated(c, gpu, args.host_memory * GiB)
+        fastest = fastest_estimated(c, gpu, args.host_memory)
         text = config_docstring(args.name, args.model, gpu, c.gpus, fastest)
         file.write_text(config_file(changed(c, fastest.change), text, commented=True), encoding="utf-8")
         print(f"written: {file}; surojax train --config {file}")

@@ -53,15 +53,20 @@ def check_largest(values: Mapping[str, Any], before: str) -> None:
             need(value <= most, f"{before}{name}", f"at most {most:,}, as models have", value, "correct it")
 
 
+def divisors(n: int) -> list[int]:
+    """Returns the divisors of n in ascending order."""
+    small = [d for d in range(1, math.isqrt(n) + 1) if n % d == 0]
+    return sorted({*small, *(n // d for d in small)})
+
+
 def largest_divisor(n: int, at_most: int) -> int:
     """Returns the largest divisor of n that is <= at_most."""
-    return next(d for d in range(min(n, at_most), 0, -1) if n % d == 0)
+    return max(d for d in divisors(n) if d <= at_most)
 
 
 def divisor(n: int, at_least: int) -> int:
     """Returns the smallest divisor of n that is >= at_least."""
-    pairs = ((i, n // i) for i in range(1, math.isqrt(n) + 1) if n % i == 0)
-    return min(d for pair in pairs for d in pair if d >= at_least)
+    return min(d for d in divisors(n) if d >= at_least)
 
 
 def row_parts(rows: int, size: int, largest: int) -> int:

@@ -47,8 +47,7 @@ from surojax.optim.from_optax import MakeTransformation
 from surojax.parallel.feed import Feed
 from surojax.placement.layout import batch_sharding
 from surojax.placement.mesh import expect_no_cuda_without_driver, own_device
-from surojax.planner import prediction, products, seen
-from surojax.planner.check_fit import compare, peak_bytes
+from surojax.planner import products, seen
 from surojax.planner.footprint import by_class
 from surojax.planner.traffic import batch_of
 from surojax.run import on_disk, trackers
@@ -72,7 +71,10 @@ from surojax.training.run_programs import compile_programs
 from surojax.training.run_summary import (
     TRACE,
     budget,
+    compare,
+    comparison,
     describe_run,
+    peak_bytes,
     peak_flops,
     print_prediction,
     rate_text,
@@ -266,7 +268,7 @@ def train(
             write_sample(setup.output_dir, done.step, sample)
         say(f"{done.step - start.first_step} steps in {time.perf_counter() - started:.0f} s")
         durations = [record["duration_ms"] / 1e3 for record in done.history if record["log"] == "step"]
-        if speed := prediction.comparison(predicted, durations, tokens_per_step):
+        if speed := comparison(predicted, durations, tokens_per_step):
             say(speed)
         if is_first() and (written := seen.of_run(c, devices, predicted, durations)):
             say(written)

@@ -4,11 +4,13 @@ import dataclasses
 
 import pytest
 
+from surojax.config.changes import changed
 from surojax.config.fields import default_config, kinds
 from surojax.planner import choices
 from surojax.planner.amounts import Memory
 from surojax.planner.gpus import GPUS
 from surojax.planner.run_plan import checked
+from surojax.sizes import divisors
 
 H100 = GPUS["h100"]
 FOUR_IN_ONE = dataclasses.replace(H100, gpus_per_node=4)
@@ -69,7 +71,6 @@ def test_slices_of_a_microbatch_have_the_tokens_of_one_gpu():
     """At most 4,096 or 1,024 each: a group of two has half of them on each."""
     c = config(gpus=2, tp_size=2, sequence_len=4096, per_device_batch_size=4, gradient_accumulation_steps=1)
     of = choices.own_layout(c)
-    assert choices.sequences(c, of) == 4
     found = {(x["per_device_batch_size"], x["gradient_accumulation_steps"]): set() for x in choices.batches(c, of)}
     for x in choices.batches(c, of):
         found[x["per_device_batch_size"], x["gradient_accumulation_steps"]].add(x["lmhead_chunks"])
@@ -84,6 +85,7 @@ def test_slices_of_a_microbatch_have_the_tokens_of_one_gpu():
 
 
 def test_gpus_that_share_experts_are_in_one_machine():
+    """They divide shards and experts; a setting that refuses `ep_size` leaves 1."""
     c = config(gpus=16, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=64, gradient_accumulation_steps=1)
     of = choices.mesh_change(c, 1, 1, 1)
     assert choices.expert_groups(c, H100, of, 16) == [1, 2, 4, 8]
@@ -93,11 +95,13 @@ def test_gpus_that_share_experts_are_in_one_machine():
     in_pairs = choices.mesh_change(c, 2, 1, 1)
     assert choices.expert_groups(c, FOUR_IN_ONE, in_pairs, 8) == [1, 2]
     assert choices.expert_groups(config(gpus=16), H100, of, 16) == [1]
+    assert choices.expert_groups(changed(c, {"memcpy_send_recv": True}), H100, of, 16) == [1]
+    assert {mesh["ep_size"] for mesh in choices.meshes(c, H100, of, ())} == {1, 2, 4, 8}
 
 
 @pytest.mark.parametrize("n, expected", [(1, [1]), (2, [1, 2]), (12, [1, 2, 3, 4, 6, 12])])
 def test_divisors(n, expected):
-    assert choices.divisors(n) == expected
+    assert divisors(n) == expected
 
 
 def test_choices_of_some_names_are_the_smallest_first():

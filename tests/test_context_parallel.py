@@ -26,7 +26,7 @@ from surojax.parallel.context import METHODS
 from surojax.placement.layout import layouts
 from surojax.placement.mesh import CONTEXT, SHARD, abstract_mesh, data_parallel, make_mesh, mesh_shape, shards
 from surojax.placement.table import Storage, place
-from surojax.planner import hlo, products, step_collectives, traffic
+from surojax.planner import hlo, step_collectives, traffic
 
 
 def equals(small: Small, batch, loss, grads):
@@ -164,8 +164,6 @@ def test_groups_move_what_the_formulas_say():
         run = from_config(c, abstract_mesh(8, **mesh_sizes(c)), total_steps=10)
         batch = traffic.BatchShape(sequences=1, sequence_len=S, microbatches=K)
         found = step_collectives.collective_bytes(run, batch)
-        flops = sum(products.token_flops(run, S, again=True).values())
-        assert sum(products.step_flops(run, batch).values()) == pytest.approx(flops * S * K / 4)
         assert found.pop(("all-gather", "dp_shard+cp")) == pytest.approx(
             7 / 8 * 2 * (2 * L * K * blocks(D, F, 1) + 2 * V * D + D)
         )

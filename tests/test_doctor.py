@@ -15,12 +15,12 @@ from pallas_kernels import bench, shapes
 from surojax import doctor
 from surojax.assembly.xla_options import VERIFY_OFFSETS, compiler_options
 from surojax.config import checks as config_checks
+from surojax.config.changes import changed
 from surojax.config.fields import FIELDS, default_config
 from surojax.diagnosis import doctor_checks, machine, steps
 from surojax.diagnosis.verdict import FAILED, OK, SKIPPED, Asked, failed, ok, skipped
 from surojax.errors import ConfigError, Refused, StepError
 from surojax.planner import footprint, seen
-from surojax.planner.changes import changed
 from surojax.planner.gpus import GPUS
 from surojax.training import safe as options
 from surojax.verification import rows as verifier

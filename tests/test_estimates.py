@@ -146,7 +146,7 @@ def estimates(gpu: str, changes: dict[str, Any]) -> dict[str, Any]:
     found["rates between GPUs"] = {f"{op} over {axis}": links.rate(facts, mesh, op, axis) for op, axis in sent}
     found["hops"] = {f"{op} over {axis}": links.hops(facts, mesh, op, axis) for op, axis in sent}
     found["between machines"] = ", ".join(links.crossing(facts, mesh))
-    found["flops"] = dict(products.step_flops(run, batch))
+    found["flops"] = dict(products.token_flops(run, batch.sequence_len))
     of_gpu = candidate.estimated(c, facts)
     found["needs"] = of_gpu.need._asdict()
     found["seconds"] = of_gpu.phases

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from surojax import offloads
+from surojax.config.changes import changed
 from surojax.config.fields import FIELDS, default_config, names_with, set_fields
 from surojax.declared import DeclaredField, Facts, built, computed, declare, declared, same_as, section_of
 from surojax.models.decoder_config import DecoderConfig
@@ -14,7 +15,6 @@ from surojax.models.rotary import RopeScaling
 from surojax.objectives.objectives import OBJECTIVES
 from surojax.placement.table import Storage
 from surojax.planner import candidate, check_fit, choices, footprint, search, seen
-from surojax.planner.changes import changed
 from surojax.planner.gpus import GPUS
 from surojax.planner.roofline import StorageTiers
 from surojax.refusals import features

@@ -159,12 +159,6 @@ def test_moments_take_their_dtype():
     assert jax.tree.map(jnp.shape, moments["blocks"]["w"]) == muon.Momentum((3, 8, 4), (3, 8))
 
 
-def test_flops_are_those_of_the_products():
-    """A step of a matrix [4, 8]: its gram [4, 4], the gram's square, and [4, 4] by [4, 8]."""
-    step = 2 * (4 * 4 * 8 + 4 * 4 * 4 + 4 * 4 * 8)
-    assert muon.flops(5, (4, 8)) == 5 * step
-
-
 @pytest.mark.parametrize(
     "parts, devices, expected",
     [((32,), 4, 4), ((30,), 8, 6), ((2, 6), 4, 2), ((3,), 8, 3), ((31,), 8, 1), ((8,), 1, 1)],

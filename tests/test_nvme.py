@@ -28,6 +28,7 @@ from small import CONFIG, TABLES, Small, quick_at, stored, tokens
 from surojax import default_config, read_metrics
 from surojax.assembly.from_config import from_config
 from surojax.config import checks, flags
+from surojax.config.changes import changed
 from surojax.errors import CheckpointError, ConfigError
 from surojax.memory import layer_file, nvme, striped
 from surojax.memory.aligned import ALIGN, Buffers
@@ -40,7 +41,6 @@ from surojax.placement.home import DEVICE, HOST, NVME
 from surojax.placement.layout import batch_sharding
 from surojax.placement.mesh import abstract_mesh, make_mesh
 from surojax.planner import footprint
-from surojax.planner.changes import changed
 from surojax.planner.traffic import BatchShape
 from surojax.run import checkpoint, on_disk
 from surojax.run.checkpoint import Checkpoints

@@ -183,8 +183,7 @@ def test_the_arithmetic_is_that_of_the_planner():
     run, batch, rows = planned()
     assert names["memory"] == {name: rows[name]["device"] for name in names["memory"]}
     assert names["parameters"] == run.model.num_parameters
-    tokens = names["sequences"] * names["tokens"]
-    assert products.step_flops(run, batch) == {"bfloat16": tokens * (names["flops"] + names["again"])}
+    assert products.token_flops(run, names["tokens"]) == {"bfloat16": names["flops"]}
     many: dict = {"gradient_accumulation_steps": names["microbatches"], "microbatches_per_fetch": names["microbatches"]}
     run, batch, _ = planned(gpus=names["gpus"], zero_level=3, **many)
     sent = {op: size for (op, _), size in step_collectives.collective_bytes(run, batch).items()}

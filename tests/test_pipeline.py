@@ -298,29 +298,26 @@ def test_a_compiled_step_moves_what_the_formulas_say(pp_schedule, tp_size, layer
 
 
 def test_the_planner_counts_what_a_stage_has():
-    """A quarter of the layers, of their FLOPs, and of the vocabulary; residuals of the microbatches in flight."""
+    """A quarter of the layers, and of the vocabulary; residuals of the microbatches in flight."""
 
     batch = traffic.BatchShape(sequences=1, sequence_len=512, microbatches=16)
 
-    def run(**changes):
+    def on_device(**changes):
         c = default_config()
         c.model.update({"num_hidden_layers": 8})
         c.update({"gpus": 4, "gradient_accumulation_steps": 16})
         c.update_from_flattened_dict(changes)
-        found = from_config(c, abstract_mesh(4, **mesh_sizes(c)), total_steps=10)
-        rows = footprint.by_class(found, batch, "gpu")
-        return found, {name: row["device"] for name, row in rows.items()}
+        run = from_config(c, abstract_mesh(4, **mesh_sizes(c)), total_steps=10)
+        return {name: row["device"] for name, row in footprint.by_class(run, batch, "gpu").items()}
 
-    (one, of_one), (gpipe, of_gpipe) = run(dp_replicate_size=4), run(pp_size=4)
-    _, of_1f1b = run(pp_size=4, pp_schedule="1f1b")
+    of_one, of_gpipe = on_device(dp_replicate_size=4), on_device(pp_size=4)
+    of_1f1b = on_device(pp_size=4, pp_schedule="1f1b")
     for name in ("weights", "master", "moments", "grads"):
         assert of_gpipe[name] == pytest.approx(of_one[name] / 4, rel=1e-3)
     assert of_gpipe["residuals"] == 16 * of_one["residuals"] / 4
     assert of_1f1b["residuals"] == 7 * of_one["residuals"] / 4
-    _, of_seven = run(**{"model.num_hidden_layers": 7}, pp_size=4)  # 2 in a stage, as of eight
+    of_seven = on_device(**{"model.num_hidden_layers": 7}, pp_size=4)  # 2 in a stage, as of eight
     assert of_seven == of_gpipe
-    flops = (sum(products.step_flops(of, batch).values()) for of in (one, gpipe))
-    assert next(flops) == 4 * next(flops)
 
 
 def planned_run(gpus: int, **changes):

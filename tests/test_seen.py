@@ -3,12 +3,14 @@
 import dataclasses
 import datetime
 import json
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from surojax.config.fields import default_config
 from surojax.errors import ConfigError
+from surojax.own_files import write_whole
 from surojax.planner import candidate, fastest as fit, prediction, run_plan, search, seen
 from surojax.planner.file_time import SimulatedStep
 from surojax.planner.gpus import GPUS
@@ -98,7 +100,7 @@ def test_single_rates_replace_what_is_assumed(file):
     seen.record(file, KIND, 1.0, 2.0, "a", 1)
     versions = {"device_kind": KIND, "gpus": 1, "date": "2026-11-23", "versions": {}}
     rates = [versions | {"rate": "host", "value": 0.6}, versions | {"rate": "hop", "value": 3e-5}]
-    seen._write(file, [*entries(file), *rates])
+    write_whole(Path(file), {"version": 1, "entries": [*entries(file), *rates]})
     found = seen.corrected(GPU, file, "a")
     assert (found.rates.host, found.rates.hop, found.seen.factor) == (0.6, 3e-5, 1.0)
     assert found.rates.products == GPU.rates.products and found.seen.replaced == ("hop", "host")

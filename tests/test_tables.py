@@ -11,7 +11,7 @@ from surojax.data import decompression, entries, run_data, templates
 from surojax.exchange import export, gguf_export, gguf_file, gguf_metadata, missing, peft, shards
 from surojax.families import family, gemma
 from surojax.models import lora, operations
-from surojax.planner import choices, costs, drives, gpus, hlo, products, rates
+from surojax.planner import choices, costs, disks, gpus, hlo, products, rates
 from surojax.run import trackers
 
 ARCHITECTURES = {name: [x.architecture for x in all_] for name, all_ in gguf_file.OF_FAMILY.items()}
@@ -44,12 +44,12 @@ ARCHITECTURES.pop("gemma4_unified_text")  # read as the other Gemma 4
         operations.ACTIVATIONS,
         choices.OFFLOADS,
         choices.NUMBERS,
-        drives.DRIVES,
+        disks.DRIVES,
         gpus.SM_FLOP,
         gpus.SOURCES,
         gpus.REFUSED,
         products.HLO_DTYPES,
-        rates.WORDS,
+        {name: rate.word for name, rate in rates.UNCERTAIN.items()},
         trackers.TRACKERS,
         shapes.MODELS,
     ],
@@ -60,12 +60,10 @@ def test_no_two_names_mean_the_same(table):
     assert sorted(set(values)) == sorted(values)
 
 
-def test_every_rate_has_ends_and_a_word():
-    ends = {"products", *rates.ENDS}
-    assert rates.WORDS.keys() == {*ends, rates.DISKS}
-    together = [field for name in ends for field in rates.TOGETHER.get(name, (name,))]
+def test_every_rate_has_ends_or_is_taken_as_it_is():
+    together = [field for rate in rates.UNCERTAIN.values() for field in rate.fields]
     without_ends = {"beside", "boost"}
-    assert sorted({*together} | without_ends) == sorted(rates.RATES)
+    assert sorted([*together, *without_ends]) == sorted(rates.RATES)
     assert set(rates.BANDWIDTHS) & set(rates.LATENCIES) == set()
     assert {*rates.BANDWIDTHS, *rates.LATENCIES} == {*rates.RATES} - {
         "eight_bit",
@@ -78,7 +76,7 @@ def test_every_rate_has_ends_and_a_word():
         before, after = getattr(gpus.GPUS["h100"].rates, name), getattr(slower, name)
         factor = 0.5 if name in rates.BANDWIDTHS else 2.0 if name in rates.LATENCIES else 1.0
         assert after == pytest.approx(factor * before), name
-    assert {span.source for span in rates.ENDS.values()} <= set(gpus.SOURCES.values())
+    assert {rate.span.source for rate in rates.UNCERTAIN.values()} <= set(gpus.SOURCES.values())
     assert {name: span.source for name, span in rates.PRODUCTS.items()} == {name: name for name in rates.PRODUCTS}
 
 

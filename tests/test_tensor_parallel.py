@@ -27,7 +27,7 @@ from surojax.parallel import tensor
 from surojax.placement.layout import layouts
 from surojax.placement.mesh import KV_HEADS, SAME_KV_HEADS, SHARD, abstract_mesh, data_parallel, mesh_shape
 from surojax.placement.table import Storage, place
-from surojax.planner import hlo, products, step_collectives, traffic
+from surojax.planner import hlo, step_collectives, traffic
 
 OFFLOADS = ("offload_residual", "offload_optimizer", "offload_master", "offload_grads", "offload_weights")
 ALL: dict[str, Any] = dict.fromkeys(OFFLOADS, True)
@@ -163,9 +163,6 @@ def test_groups_move_what_the_formulas_say():
     ids = 3 * S // 4 * 4
     blocks = L * ((2 * D * D + 3 * D * F) // 4 + 2 * D * D // 2 // 2 + 2 * D)
     outer = 2 * V * D // 4 + D
-    flops = sum(products.token_flops(run, S, again=True).values())
-    of_gpu = products.step_flops(run, traffic.BatchShape(sequences=1, sequence_len=S, microbatches=K))
-    assert sum(of_gpu.values()) == pytest.approx(flops * S * K / 4)
     assert found == {
         ("all-gather", "tp+tp_rep"): K * (L * 6 * x + 2 * x + 2 * ids),
         ("reduce-scatter", "tp+tp_rep"): K * (L * 5 * x + 2 * x),

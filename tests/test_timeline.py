@@ -14,6 +14,7 @@ from surojax.planner import costs, hlo, plan_text, prediction, rates, timeline
 from surojax.planner.costs import COLLECTIVES, DEVICE_COPY, GATHER, HOST_IN, HOST_OUT, PASS, PRODUCT
 from surojax.planner.file_time import SimulatedStep
 from surojax.planner.gpus import GPUS, Rates
+from surojax.training.run_summary import comparison
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
@@ -338,7 +339,7 @@ def test_the_waits_that_are_drawn_are_what_is_exposed(read):
     """Also of a loop around a loop, whose last iterations are not simulated, and behind a kernel that copies."""
     body = costs.ProgramOnGpu(program(read, END, body=(read, END, f"  %y {Y}"), trips=12), GPU, MESH).steps()
     machine = timeline.Machine(GPU, 1, 3, record=True)
-    machine.run([*body, costs.Loop("microbatches", 9, tuple(body))])
+    machine.run([*body, costs.Loop("microbatches", 9, tuple(body), has_loops=False)])
     found = machine.timeline()
     drawn = defaultdict[tuple[str, str], float](float)
     for event in found.events:
@@ -447,11 +448,11 @@ def test_the_cost_of_tokens():
 def test_measured_beside_predicted():
     """The median of steps but the first, in tokens/s; nothing where nothing was predicted or measured."""
     found = prediction.Prediction(predicted_step_s=2.0, predicted_range_s=[1.0, 4.0])
-    line = prediction.comparison(found, [60.0, 2.0, 2.5, 9.0], tokens=1000)
+    line = comparison(found, [60.0, 2.0, 2.5, 9.0], tokens=1000)
     assert line == "tok/s: measured 400, predicted 500 (250 to 1,000), measured / predicted 0.80"
-    assert "measured 500" in prediction.comparison(found, [2.0], tokens=1000)
-    assert prediction.comparison(found, [], tokens=1000) == ""
-    assert prediction.comparison(prediction.Prediction(not_predicted="why"), [2.0], tokens=1000) == ""
+    assert "measured 500" in comparison(found, [2.0], tokens=1000)
+    assert comparison(found, [], tokens=1000) == ""
+    assert comparison(prediction.Prediction(not_predicted="why"), [2.0], tokens=1000) == ""
 
 
 def test_calibration_fails_when_the_model_is_wrong(monkeypatch, capsys):

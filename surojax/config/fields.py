@@ -221,10 +221,14 @@ def gpus_per_sequence(c: Config) -> int:
     return math.prod(c[name] for name in SHARE_SEQUENCES)
 
 
+def sequences_of_step(c: Config) -> int:
+    """The sequences of a step on all GPUs."""
+    return c.gpus // gpus_per_sequence(c) * c.per_device_batch_size * c.gradient_accumulation_steps
+
+
 def tokens_of_step(c: Config) -> int:
     """The tokens of a step on all GPUs."""
-    sequences = c.gpus // gpus_per_sequence(c) * c.per_device_batch_size * c.gradient_accumulation_steps
-    return sequences * c.sequence_len
+    return sequences_of_step(c) * c.sequence_len
 
 
 def mesh_sizes(c: Config) -> dict[str, int]:

@@ -14,16 +14,17 @@ import jax
 from pallas_kernels import bench, dispatch, flash_attention, shapes
 from surojax.assembly.xla_options import VERIFY_OFFSETS
 from surojax.config import Config
+from surojax.config.changes import changed
 from surojax.config.fields import default_config
 from surojax.diagnosis.verdict import Asked, Verdict, attempt, failed, ok, skipped
 from surojax.placement.mesh import find_devices
 from surojax.planner import costs, hlo, prediction
 from surojax.planner.amounts import GiB
-from surojax.planner.changes import changed
 from surojax.planner.check_fit import memory_limit
 from surojax.planner.gpus import find_gpu
 from surojax.planner.prediction import milliseconds
 from surojax.planner.traffic import BatchShape
+from surojax.training.run_summary import comparison
 from surojax.training.safe import OPTIONS, safe
 from surojax.verification import rows as verifier
 from surojax.verification.bounds import expected_bounds, judge
@@ -261,7 +262,8 @@ def timed(curves: verifier.Curves, setting: Setting, steps: int = TIMED_STEPS) -
             return skipped("times", setting.name, f"{measured}; none is predicted: {row.devices[0].device_kind}")
         microbatches, sequences, length = row.shape
         step_batch = BatchShape(sequences, length, microbatches)
-        predicted = prediction.of_module(hlo.parse_module(step.as_text()), row.run, step_batch, gpu)
-    if not (line := prediction.comparison(predicted, durations, microbatches * step_batch.tokens)):
+        simulated = prediction.simulated_step([hlo.parse_module(step.as_text())], row.run, step_batch)
+        predicted = prediction.step_prediction(simulated, row.run, step_batch, gpu)
+    if not (line := comparison(predicted, durations, microbatches * step_batch.tokens)):
         return skipped("times", setting.name, f"{measured}; none is predicted: {predicted.not_predicted}")
     return ok("times", setting.name, f"{measured}; {line}")

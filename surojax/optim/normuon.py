@@ -26,8 +26,6 @@ The second moment of the rows is replicated (4 bytes a row), so that no norm has
 """
 
 import dataclasses
-import functools
-import math
 from typing import Any, NamedTuple
 
 import jax
@@ -179,9 +177,7 @@ def normuon(
 
     plain = adamw(schedule, weight_decay=weight_decay, m_dtype=m_dtype, **adam)
     return plain._replace(
-        matrices=UpdateRule(
-            init, state_layout, apply, apply_to_group=apply_to_group, flops=functools.partial(flops, steps)
-        ),
+        matrices=UpdateRule(init, state_layout, apply, apply_to_group=apply_to_group),
         scalars=scalars,
     )
 
@@ -195,12 +191,6 @@ NORMUON = OptimizerChoice(
     summary="blocks' matrices; others: adamw",
     whole_matrices=True,
 )
-
-
-def flops(steps: int, shape: tuple[int, ...]) -> int:
-    """FLOPs of `orthogonalised` for matrices of this shape `(..., m, k)`."""
-    *experts, m, k = shape
-    return math.prod(experts) * steps * (4 * min(m, k) ** 2 * max(m, k) + 2 * min(m, k) ** 3)
 
 
 def _divided(layout: Layout) -> list[tuple[int, tuple[str, ...]]]:

@@ -122,7 +122,6 @@ class UpdateRule(NamedTuple):
     apply_to_group: a function like `apply` for stacks of layers that are updated together, with seeds `[layers, 2]`,
     or None. Of the devices that share a matrix, each does the work of one layer, so a group has no more layers than
     these. If there is one, `apply` all-gathers the matrix in the work dtype.
-    flops: shape of a matrix -> FLOPs of its update, 0 if negligible.
     """
 
     init: Callable
@@ -130,7 +129,6 @@ class UpdateRule(NamedTuple):
     apply: Callable
     apply_to_stack: Callable = lambda p, state: None
     apply_to_group: Callable | None = None
-    flops: Callable[[tuple[int, ...]], int] = lambda shape: 0
 
 
 class Optimizer(NamedTuple):

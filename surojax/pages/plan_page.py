@@ -4,15 +4,16 @@ All numbers are fields of the `Plan`; those of the time line are events of `pred
 """
 
 import dataclasses
+import math
 from pathlib import Path
 from typing import Any
 
 import surojax
-from surojax.config.fields import Config, gpus_per_sequence, not_default
+from surojax.config.changes import flags
+from surojax.config.fields import Config, not_default, sequences_of_step, tokens_of_step
 from surojax.pages.step_view import memory_values, step_values
 from surojax.pages.template import fill
-from surojax.planner.amounts import gib
-from surojax.planner.changes import flags
+from surojax.planner.amounts import Memory, gib
 from surojax.planner.gpus import GPUS
 from surojax.planner.plan_text import memory_rows, plan_table, time_lines, verdict
 from surojax.planner.prediction import duration
@@ -70,16 +71,6 @@ def settings(c: Config) -> list[str]:
     return flags(change).replace("--config.", "").split(" ") if change else []
 
 
-def tokens(c: Config) -> int:
-    """Returns the tokens of a step on all GPUs."""
-    return step_sequences(c) * c.sequence_len
-
-
-def step_sequences(c: Config) -> int:
-    """Returns the sequences of a step on all GPUs."""
-    return c.gpus // gpus_per_sequence(c) * c.per_device_batch_size * c.gradient_accumulation_steps
-
-
 def fact(name: str, value: str, note: str = "", exact: float | None = None) -> dict[str, Any]:
     """Makes a key figure. exact: the figure before it was rounded, in bytes or seconds."""
     return {"name": name, "value": value, "note": note, "exact": exact}
@@ -87,17 +78,9 @@ def fact(name: str, value: str, note: str = "", exact: float | None = None) -> d
 
 def facts(p: Plan, request: PlanRequest) -> list[dict[str, Any]]:
     """Makes the key figures of a plan."""
-    limit = "" if p.host_limit_bytes is None else f"of {gib(p.host_limit_bytes)}"
-    host = p.gpus_per_node * p.host_bytes
-    figures = [
-        fact("memory of each GPU", gib(p.device_bytes), f"of {gib(p.device_limit_bytes)}", p.device_bytes),
-        fact("host memory of a machine", gib(host), limit, host),
-    ]
-    if p.nvme_bytes:
-        files = p.gpus * p.nvme_bytes
-        figures.append(fact("files", gib(files), "", files))
-    step = f"{step_sequences(request.config):,} x {request.config.sequence_len:,}"
-    figures.append(fact("tokens of a step", f"{tokens(request.config):,}", step, tokens(request.config)))
+    host = math.inf if p.host_limit_bytes is None else p.host_limit_bytes
+    limits = Memory(p.device_limit_bytes, host, math.inf if p.nvme_bytes else 0)
+    figures = given_facts(request.config, p.need, limits)
     if p.predicted_step_s is None or p.predicted_range_s is None:
         if p.estimated_step_s is not None:
             figures.append(fact("a step", duration(p.estimated_step_s), "estimated", p.estimated_step_s))
@@ -109,6 +92,23 @@ def facts(p: Plan, request: PlanRequest) -> list[dict[str, Any]]:
         fact("tokens/s", f"{rate:,.0f}", f"{rate / p.gpus:,.0f} per GPU; MFU {p.mfu:.0%}", rate),
     ]
     return [*figures, *costs(p, request, rate)]
+
+
+def given_facts(c: Config, need: Memory, limits: Memory) -> list[dict[str, Any]]:
+    """Makes the figures of what a step needs beside what there is, and of its tokens."""
+
+    def memory(name: str, size: float, limit: float) -> dict[str, Any]:
+        return fact(name, gib(size), f"of {gib(limit)}" if limit < math.inf else "", size)
+
+    figures = [
+        memory("memory of each GPU", need.device, limits.device),
+        memory("host memory of a machine", need.host, limits.host),
+    ]
+    if need.files or limits.files:
+        figures.append(memory("files", need.files, limits.files))
+    tokens = tokens_of_step(c)
+    step = f"{sequences_of_step(c):,} x {c.sequence_len:,}"
+    return [*figures, fact("tokens of a step", f"{tokens:,}", step, tokens)]
 
 
 def costs(p: Plan, request: PlanRequest, rate: float) -> list[dict[str, Any]]:

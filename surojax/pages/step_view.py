@@ -14,7 +14,7 @@ from surojax.planner.amounts import gib, memory_unit
 from surojax.planner.costs import ATTENTION, DEVICE_COPY, GATHER, HOST_IN, HOST_OUT, PASS, PRODUCT, REDUCE
 from surojax.planner.plan_text import exposed_rows, files_text
 from surojax.planner.prediction import Prediction, milliseconds
-from surojax.planner.rates import DISKS, WORDS
+from surojax.planner.rates import DISKS, UNCERTAIN
 from surojax.planner.timeline import WAITS
 
 KINDS = {  # of events, in the order of their colours
@@ -78,6 +78,7 @@ def step_values(p: Prediction, lines: Sequence[str], trace: Mapping[str, Any] | 
     number = {kind: position for position, kind in enumerate(p.exposed_s)}
     rows = exposed_rows(p) if kinds and p.predicted_step_s is not None else {}
     loops = {name for name, of_loop in p.exposed_by_loop_s.items() if any(of_loop.values())}
+    words = {name: rate.word for name, rate in UNCERTAIN.items()}
     return {
         "times": [*lines, *(["Compute waits for no transfer."] if p.predicted_step_s and not kinds else [])],
         "kinds": events["kinds"] if events else [],
@@ -89,7 +90,7 @@ def step_values(p: Prediction, lines: Sequence[str], trace: Mapping[str, Any] | 
             if name in loops or name == "total"
         },
         "files": files_text(p) if p.exposed_in_files_s else "",
-        "ends": [(WORDS.get(name, name), *map(milliseconds, both)) for name, both in p.step_at_ends_s.items()],
+        "ends": [(words.get(name, name), *map(milliseconds, both)) for name, both in p.step_at_ends_s.items()],
     }
 
 

@@ -19,18 +19,17 @@ from typing import Any
 import surojax
 from surojax import command_line
 from surojax.config import flags
-from surojax.config.fields import FIELDS, Config, default_config, flat
+from surojax.config.changes import Change, changed, differing, flags as as_flags
+from surojax.config.fields import FIELDS, Config, default_config, flat, tokens_of_step
 from surojax.errors import ConfigError, need
 from surojax.pages import plan_page
-from surojax.pages.plan_page import PlanRequest, fact, tokens
+from surojax.pages.plan_page import PlanRequest, fact
 from surojax.pages.template import fill, script_data
 from surojax.planner import aot, seen
-from surojax.planner.amounts import GiB, Memory, gib
-from surojax.planner.candidate import Candidate, device_limit, host_limit
-from surojax.planner.changes import Change, changed, differing, flags as as_flags
+from surojax.planner.amounts import Memory
+from surojax.planner.candidate import Candidate, memory_limits
 from surojax.planner.choices import with_batch
-from surojax.planner.disks import Disks
-from surojax.planner.drives import disks
+from surojax.planner.disks import Disks, disks
 from surojax.planner.gpus import GB, GPUS, gpu_key, with_nodes
 from surojax.planner.prediction import duration
 from surojax.planner.remedies import NOTHING, unlike, with_limits_lifted
@@ -56,7 +55,7 @@ class StudioQuery:
     """A query for a model, a machine and settings. config: with machine and settings. given: without the settings.
 
     model: what `--config` takes, or `--config.model_path`. host: GiB of a machine's memory, and files: GB on its
-    drives; None: as much as needed, and none. disk: see `drives.disks`.
+    drives; None: as much as needed, and none. disk: see `disks.disks`.
     """
 
     model: str
@@ -76,8 +75,7 @@ class StudioQuery:
         """Makes the search space: the checked config with the machine's GPUs, memory and disks. Raises ConfigError."""
         c = checked(self.config, self.gpu)
         facts = seen.corrected(with_nodes(self.gpu, None, None), c.rates_file)
-        host = math.inf if self.host is None else host_limit(self.host * GiB)
-        return Space(c, facts, Memory(device_limit(facts), host, (self.files or 0.0) * GB), disks=self.disks)
+        return Space(c, facts, memory_limits(facts, self.host, (self.files or 0.0) * GB), disks=self.disks)
 
     def command(self, verb: str) -> str:
         """Formats the command line of a verb with this config."""
@@ -194,21 +192,12 @@ def answer_estimate(asked: StudioQuery) -> dict[str, Any]:
 
 def facts(x: Candidate, limits: Memory) -> list[dict[str, Any]]:
     """Makes a candidate's key figures, under the names of `plan_page.facts`."""
-
-    def memory(name: str, size: float, limit: float) -> dict[str, Any]:
-        return fact(name, gib(size), f"of {gib(limit)}" if limit < math.inf else "", size)
-
-    figures = [
-        memory("memory of each GPU", x.need.device, limits.device),
-        memory("host memory of a machine", x.need.host, limits.host),
+    rate = tokens_of_step(x.config) / x.seconds
+    return [
+        *plan_page.given_facts(x.config, x.need, limits),
+        fact("a step", duration(x.seconds), "estimated", x.seconds),
+        fact("tokens/s", f"{rate:,.0f}", f"{rate / x.config.gpus:,.0f} per GPU", rate),
     ]
-    if x.need.files or limits.files:
-        figures.append(memory("files", x.need.files, limits.files))
-    step = f"{plan_page.step_sequences(x.config):,} x {x.config.sequence_len:,}"
-    figures.append(fact("tokens of a step", f"{tokens(x.config):,}", step, tokens(x.config)))
-    figures.append(fact("a step", duration(x.seconds), "estimated", x.seconds))
-    rate = tokens(x.config) / x.seconds
-    return [*figures, fact("tokens/s", f"{rate:,.0f}", f"{rate / x.config.gpus:,.0f} per GPU", rate)]
 
 
 def fitting(asked: StudioQuery) -> dict[str, Any]:

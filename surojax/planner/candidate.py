@@ -1,14 +1,15 @@
 """Estimates the memory and the time of one config on a GPU, and the memory that it may need there."""
 
 import dataclasses
+import math
 
 from surojax.assembly.assemble import Assembly
+from surojax.config.changes import Change
 from surojax.config.fields import Config
 from surojax.offloads import TO_DEVICE
 from surojax.placement.home import DEVICE, HOST
 from surojax.planner import choices, roofline
 from surojax.planner.amounts import GiB, Memory
-from surojax.planner.changes import Change
 from surojax.planner.disks import ASSUMED_DISKS, Disks
 from surojax.planner.footprint import HOST_POOL, Rows, assembly, by_class, memory
 from surojax.planner.gpus import Gpu
@@ -43,9 +44,13 @@ def device_limit(gpu: Gpu) -> int:
     return gpu.pool_bytes - RESERVE
 
 
-def host_limit(size: float) -> float:
-    """Bytes that a candidate may need of a host memory of this size."""
-    return HOST_POOL * size
+def memory_limits(gpu: Gpu, host_memory: float | None, files: float = 0.0) -> Memory:
+    """The `Memory` that a candidate may need.
+
+    host_memory: GiB of a machine; None: unlimited. files: bytes on the drives of all machines.
+    """
+    host = math.inf if host_memory is None else HOST_POOL * host_memory * GiB
+    return Memory(device_limit(gpu), host, files)
 
 
 def estimated(c: Config, gpu: Gpu, change: Change | None = None, disks: Disks = ASSUMED_DISKS) -> Candidate:
@@ -56,20 +61,25 @@ def estimated(c: Config, gpu: Gpu, change: Change | None = None, disks: Disks = 
     run = assembly(c)
     rows = by_class(run, batch_of(c), "gpu")
     work = roofline.step_work(run, batch_of(c), gpu, rows, disks)
+    return Candidate(c, change or {}, needed(c, rows, gpu), roofline.phases(work, storage_tiers(c, run)))
+
+
+def storage_tiers(c: Config, run: Assembly) -> StorageTiers:
+    """Where the tensors of a run of a config are stored.
+
+    `files_in_memory` is of one process that has all GPUs, as in every plan.
+    """
     table = run.engine.table
     streamed = [row for row in choices.OFFLOADS if getattr(table, row).home.streamed]
     offloaded = dict.fromkeys([*streamed, *["weights"] * table.streams_weights])
-    files = [row for row in streamed if getattr(table, row).home.in_file]
-    of_budgets = {"in_memory": kept_of_gpu(c), "on_device": kept_on_device(run)}
-    stored = StorageTiers(
-        tuple(offloaded), tuple(files), table.weights.resident, bool(run.engine.overlap_update), **of_budgets
+    return StorageTiers(
+        offloaded=tuple(offloaded),
+        files=tuple(row for row in streamed if getattr(table, row).home.in_file),
+        resident=table.weights.resident,
+        overlaps=bool(run.engine.overlap_update),
+        in_memory=c.files_in_memory * GiB / c.gpus,
+        on_device=kept_on_device(run),
     )
-    return Candidate(c, change or {}, needed(c, rows, gpu), roofline.phases(work, stored))
-
-
-def kept_of_gpu(c: Config) -> float:
-    """Bytes of a GPU's part of files that are kept in host memory, if one process has all GPUs, as in every plan."""
-    return c.files_in_memory * GiB / c.gpus
 
 
 def kept_on_device(run: Assembly) -> tuple[float, ...]:

@@ -11,6 +11,7 @@ from pallas_kernels import dispatch
 from surojax.assembly.assemble import Assembly
 from surojax.assembly.from_config import from_config
 from surojax.cluster.hosts import processes_here
+from surojax.config.changes import changed, differing, flags
 from surojax.config.fields import Config, flat, gpus_per_sequence
 from surojax.errors import ConfigError
 from surojax.numerics.recipes import check_recipe
@@ -20,7 +21,6 @@ from surojax.placement.layout import batch_sharding
 from surojax.placement.mesh import data_parallel, own_device
 from surojax.planner import choices, remedies
 from surojax.planner.amounts import Memory, gib, summed
-from surojax.planner.changes import changed, differing, flags
 from surojax.planner.footprint import DEFAULT_POOL, POOL_SETTING, estimate, estimate_host, needs
 from surojax.planner.gpus import GPUS, POOL, find_gpu
 from surojax.planner.search import Space
@@ -28,13 +28,13 @@ from surojax.planner.traffic import batch_of
 from surojax.resources import FreeMemory, free_memory
 
 UNKNOWN = "rtx4090"  # whose rates rank the settings for a device that gpus.csv does not have
-RAISE = ["raise that limit"]
 
 
 class Room(NamedTuple):
     """Free bytes of each device, free host memory for this process, and how many of the devices it has.
 
     Other processes of this machine have equal parts of its memory; those of other machines have memory of their own.
+    `FreeMemory.limit` names the limit that host memory is left of, if one is lower than what the machine has.
     """
 
     device: int
@@ -60,18 +60,23 @@ def check_fit(c: Config, run: Assembly, devices, available: int | None = None) -
     if c.kernels == "mosaic":
         check_kernels(c, run, devices[0])
     need = estimate(run, batch_of(c), platform=platform)
+    in_host = {} if platform == "cpu" else estimate_host(run, batch_of(c))
     available = available_bytes(devices) if available is None else available
     own = sum(device.process_index == jax.process_index() for device in devices)
     room = Room(available, free_memory(processes_here(), compiles=True), own)
-    if sum(need.values()) <= available:
-        check_host(run, c, devices, room)
+    of = f" of {room.host.limit}" if room.host.limit else ""
+    if sum(need.values()) > available:
+        each_device = f"the {kind} device" if n == 1 else f"each of the {n} {kind} devices"
+        of = of if platform == "cpu" else ""
+        lacks = f"needs {summed(need, digits=1)} on {each_device}, where {gib(available)} are free{of}"
+    elif own * sum(in_host.values()) > room.host.size:
+        parts = ", ".join(f"{name} {gib(size)}" for name, size in in_host.items())
+        of_all = f"{gib(own * sum(in_host.values()))} of host memory for {own} GPUs"
+        lacks = f"needs {of_all} (each {parts}), where {gib(room.host.size)} are free{of}"
+    else:
         return need
-    each_device = f"the {kind} device" if n == 1 else f"each of the {n} {kind} devices"
-    of = _of(room.host) if platform == "cpu" else ""
-    raise ConfigError(
-        f"does not fit: needs {summed(need, digits=1)} on {each_device}, where {gib(available)} are free{of}; "
-        f"what would change it: {'; '.join(RAISE * bool(of) + _advice(c, devices, room))}"
-    )
+    changes = [*["raise that limit"] * bool(of), *_advice(c, devices, room)]
+    raise ConfigError(f"does not fit: {lacks}; what would change it: {'; '.join(changes)}")
 
 
 def check_kernels(c: Config, run: Assembly, device) -> None:
@@ -101,24 +106,6 @@ def unserved(error: dispatch.Unserved) -> ConfigError:
     """The ConfigError for a model that kernels="mosaic" does not support."""
     reason = str(error).partition("\n")[0].partition("; use implementation")[0]
     return ConfigError(f"kernels: expected 'xla' or 'auto', got 'mosaic', but {reason}; use kernels='auto'")
-
-
-def check_host(run: Assembly, c: Config, devices, room: Room) -> None:
-    """Raises ConfigError if less host memory is free than the run needs, with changes that would make it fit."""
-    platform = devices[0].platform
-    need = {} if platform == "cpu" else estimate_host(run, batch_of(c))
-    if room.devices * sum(need.values()) > room.host.size:
-        parts = ", ".join(f"{name} {gib(size)}" for name, size in need.items())
-        raise ConfigError(
-            f"does not fit: needs {gib(room.devices * sum(need.values()))} of host memory for {room.devices} GPUs "
-            f"(each {parts}), where {gib(room.host.size)} are free{(of := _of(room.host))}; "
-            f"what would change it: {'; '.join(RAISE * bool(of) + _advice(c, devices, room))}"
-        )
-
-
-def _of(host: FreeMemory) -> str:
-    """Names the limit that free host memory is left of, if one is lower than what the machine has."""
-    return f" of {host.limit}" if host.limit else ""
 
 
 def _advice(c: Config, devices, room: Room) -> list[str]:
@@ -164,40 +151,3 @@ def memory_limit(device) -> int | None:
     """Bytes of a device's memory that JAX may use and XLA plans with; None on CPUs and if the device reports none."""
     stats = device.memory_stats() if device.platform != "cpu" else None
     return (stats or {}).get("bytes_limit")
-
-
-def peak_bytes(device) -> int | None:
-    """The most bytes of a device's memory that were in use so far; None on CPUs and if the device does not say."""
-    stats = device.memory_stats() if device.platform != "cpu" else None
-    return (stats or {}).get("peak_bytes_in_use")
-
-
-def compiled_bytes(compiled) -> int | None:
-    """Bytes of device memory that a compiled step needs; None for one of several programs (state in files)."""
-    planned = compiled.memory_analysis()
-    if planned is None:
-        return None
-    results = planned.output_size_in_bytes - planned.alias_size_in_bytes
-    return planned.argument_size_in_bytes + planned.temp_size_in_bytes + results
-
-
-def compare(need: dict[str, int], compiled, device) -> str | None:
-    """A line that compares the estimate, the bytes that XLA planned for a compiled step, and the device's peak use.
-
-    None on devices that do not report their peak (CPUs). The peak is that of the process, with initialisation and
-    evaluation. XLA's bytes are left out for a step of several programs (state in files).
-    """
-    peak = peak_bytes(device)
-    total = compiled_bytes(compiled)
-    if peak is None:
-        return None
-    if total is None:
-        most = f"at most in use {gib(peak)} (initialisation and evaluation included)"
-        return f"memory per device: estimated {gib(sum(need.values()))}, {most}"
-    estimated = sum(need.values())
-    line = (
-        f"memory per device: estimated {gib(estimated)}, compiled {gib(total)}, at most in use "
-        f"{gib(peak)} (initialisation and evaluation included)"
-    )
-    low = total / estimated - 1
-    return f"{line}; note: the estimate was {low:.0%} too low" if low > 0.1 else line

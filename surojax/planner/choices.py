@@ -23,6 +23,7 @@ import itertools
 import math
 from collections.abc import Collection, Iterator
 
+from surojax.config.changes import Change, changed, differing
 from surojax.config.checks import REFUSALS
 from surojax.config.fields import (
     DEFAULTS,
@@ -32,16 +33,16 @@ from surojax.config.fields import (
     flat,
     gpus_per_sequence,
     kinds,
+    sequences_of_step,
     tokens_of_piece,
 )
 from surojax.errors import ConfigError, need
 from surojax.offloads import FIELDS as OFFLOADS, IN_SLOTS, OPTIONS, TO_FILES
-from surojax.planner.changes import Change, changed, differing
 from surojax.planner.gpus import Gpu
 from surojax.planner.roofline import StorageTiers
 from surojax.refusals.features import RECOMPUTE_PARTS
 from surojax.refusals.refusal import about, refused
-from surojax.sizes import divisor, largest_divisor
+from surojax.sizes import divisor, divisors, largest_divisor
 
 AXES = SHARE_SEQUENCES
 FETCH = "microbatches_per_fetch"
@@ -124,11 +125,6 @@ def group(of: Change) -> int:
     return math.prod(of[axis] for axis in AXES)
 
 
-def sequences(c: Config, of: Change) -> int:
-    """Sequences of a step of each group of a layout."""
-    return _sequences(c, group(of))
-
-
 def meshes(
     c: Config, gpu: Gpu, of: Change, keep: Collection[str], *, few: bool = False, outer: bool = True
 ) -> list[Change]:
@@ -184,11 +180,6 @@ def allows(c: Config, field: str, change: Change) -> bool:
     return refused(flat(c) | change, DEFAULTS, about(field, REFUSALS)) is None
 
 
-def divisors(n: int) -> list[int]:
-    """The divisors of n in ascending order."""
-    return [d for d in range(1, n + 1) if n % d == 0]
-
-
 def _why_not(c: Config, axis: str, keep: Collection[str]) -> str:
     """Why no other size of an axis is tried; "" if there is no reason."""
     if axis in keep:
@@ -197,7 +188,7 @@ def _why_not(c: Config, axis: str, keep: Collection[str]) -> str:
         return ""  # there is one size
     if axis == "cp_size" and c.cp_size == 1 and c.sequence_len < LONG_SEQUENCE:
         return f"sequences of {c.sequence_len:,} tokens are shorter than {LONG_SEQUENCE:,}"
-    if axis == "pp_size" and c.pp_size == 1 and (_sequences(c, c.gpus) or 0) < 2:
+    if axis == "pp_size" and c.pp_size == 1 and _sequences(c, c.gpus) < 2:
         return "one sequence a step cannot be divided into microbatches"
     return ""
 
@@ -214,7 +205,7 @@ def _sizes(c: Config, gpu: Gpu, axis: str) -> list[int]:
 
 def _sequences(c: Config, gpus: int) -> int:
     """Sequences of a step of each group of so many GPUs; 0 if groups cannot have the same number."""
-    of_all = c.per_device_batch_size * c.gradient_accumulation_steps * c.gpus // gpus_per_sequence(c)
+    of_all = sequences_of_step(c)
     groups = c.gpus // gpus
     return of_all // groups if of_all % groups == 0 else 0
 
@@ -238,7 +229,7 @@ def batches(c: Config, layout: Change) -> list[Change]:
 
     The config's own is among them for its own layout.
     """
-    of_group = sequences(c, layout)
+    of_group = _sequences(c, group(layout))
     found = []
     for size, most in itertools.product(divisors(of_group), SLICES):
         microbatches = of_group // size
@@ -324,7 +315,7 @@ def with_gpus(c: Config, gpus: int) -> Config:
     if gpus > 1:
         more.update({"zero_level": 3, "shard_weights": None, "shard_gradients": None})
     try:
-        return with_batch(more, _sequences(c, gpus_per_sequence(c)) * c.gpus // gpus_per_sequence(c))
+        return with_batch(more, sequences_of_step(c))
     except ConfigError:
         return more
 

@@ -108,10 +108,7 @@ class Loop:
     label: str
     trips: int | Fraction  # a fraction is a mean, see `stages.with_rounds`
     body: tuple["Step", ...]
-
-    @property
-    def has_loops(self) -> bool:
-        return _has_loops(self.body)
+    has_loops: bool
 
 
 type Step = Work | Wait | Loop  # of the main stream, which starts the work of other streams
@@ -143,9 +140,10 @@ def _steps(p: ProgramOnGpu, i: Instruction, computation: Mapping[str, Instructio
         return
     if i.opcode == "while":
         body = p.steps(hlo.called(i, "body")[0])
-        yield Loop(_label(i, body), hlo.trips(i), body)
+        has_loops = any(isinstance(step, Loop) for step in body)
+        yield Loop(_label(i, has_loops), hlo.trips(i), body, has_loops)
     elif i.opcode in ("call", "conditional"):  # of a conditional all branches, as in hlo.executed
-        for name in hlo.called(i, "to_apply|calls|branch_computations|true_computation|false_computation"):
+        for name in hlo.called(i, hlo.CALLS):
             yield from p.steps(name)
     elif i.opcode.endswith("-done"):
         yield Wait(i.operands[0])
@@ -197,21 +195,16 @@ def streams_in_turn(module: Module) -> dict[str, str]:
             queues[i.name] = f"in turn {len(queues) % IN_TURN}"
         for i in instructions:
             if i.opcode in ("while", "call", "conditional"):
-                inside = "body|to_apply|calls|branch_computations|true_computation|false_computation"
-                pending.extendleft(hlo.called(i, inside))
+                pending.extendleft(hlo.called(i, f"body|{hlo.CALLS}"))
     return queues
 
 
-def _label(loop: Instruction, body: tuple[Step, ...]) -> str:
+def _label(loop: Instruction, has_loops: bool) -> str:
     """The label of a loop, from the scopes in its name."""
     name = re.search(r'op_name="([^"]*)"', loop.attributes)
     scopes = name[1].split("/") if name else []
     loop_scope = next((scope for scope in reversed(scopes) if scope in LOOPS), None)
-    return loop_scope or ("microbatches" if _has_loops(body) else "other loops")
-
-
-def _has_loops(body: tuple[Step, ...]) -> bool:
-    return any(isinstance(step, Loop) for step in body)
+    return loop_scope or ("microbatches" if has_loops else "other loops")
 
 
 def _work(p: ProgramOnGpu, i: Instruction, computation: Mapping[str, Instruction]) -> Work | None:

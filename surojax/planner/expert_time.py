@@ -14,7 +14,6 @@ has room for if GPUs share experts.
 
 import dataclasses
 import math
-from typing import NamedTuple
 
 from surojax.assembly.assemble import Assembly
 from surojax.models.kinds.experts import choices_of
@@ -51,21 +50,14 @@ def multiplied_by(run: Assembly, *, served: bool = True) -> str:
     return ""
 
 
-class ExpertSeconds(NamedTuple):
-    """Seconds of a layer's experts in a microbatch: forward, what a recomputed block repeats, and backward."""
-
-    forward: float
-    again: float
-    backward: float
-
-
 @dataclasses.dataclass(frozen=True)
 class ExpertWork:
     """A layer's experts on a GPU, and the rows that they compute.
 
-    tensors: matrices and adapters. number: bytes of an activation. tokens: of a GPU. chosen: experts of a token.
-    by_loop: over blocks; else a kernel multiplies all rows at once. devices: that share the experts.
-    dtypes: HLO's, of the operands forward and backward. quantised: rows are, for each product.
+    tensors: matrices and adapters. number: bytes of an activation. tokens: of a GPU. received: token slots that it
+    reserves for what all GPUs send to its experts. by_loop: over blocks; else a kernel multiplies all rows at once.
+    devices: that share the experts. dtypes: HLO's, of the operands forward and backward. quantised: rows are, for each
+    product.
     """
 
     run: Assembly
@@ -95,28 +87,28 @@ class ExpertWork:
     def devices(self) -> int:
         return self.run.mesh.shape.get(EXPERT, 1)
 
-    def rows(self) -> tuple[int, int]:
-        """(rows that are multiplied at once, how often)."""
-        rows, blocks = layer_sizes.expert_rows(self.run, self.segment, self.tokens, by_loop=self.by_loop)
-        return (rows, blocks) if self.by_loop else (rows * blocks, 1)
+    @property
+    def received(self) -> int:
+        return self.devices * self.tokens
 
     def kernels(self, number: int, size: float) -> float:
         """Seconds of so many kernels that read and write so many bytes."""
         return number * self.gpu.rates.launch + pass_time(self.gpu, size)
 
 
-def expert_seconds(x: ExpertWork) -> ExpertSeconds:
-    """The `ExpertSeconds` of a layer's experts."""
-    rows, times = x.rows()
-    of_block = [_of_block(x, rows, backward=backward) for backward in (False, True)]
+def expert_seconds(x: ExpertWork) -> tuple[float, float, float]:
+    """Seconds of a layer's experts in a microbatch: (forward, what a recomputed block repeats, backward)."""
+    rows, times = layer_sizes.expert_rows(x.run, x.segment, x.tokens, by_loop=x.by_loop)
+    if not x.by_loop:
+        rows, times = rows * times, 1
     iteration = x.gpu.rates.iteration if x.by_loop else 0.0
-    ahead, back = (times * (seconds + iteration) for seconds in of_block)
+    ahead, back = (times * (_of_block(x, rows, backward=backward) + iteration) for backward in (False, True))
     trained = sum(t.shape[0] * t.shape[1] * t.shape[2] for t in x.tensors if t.trained)
     back += x.kernels(0, trained * x.number * x.by_loop)  # zeros that gradients are written into
     sent, home = _to_experts(x), _home(x)
     collected = _collected(x, rows * times)
     again = sent * x.run.engine.recompute_block
-    return ExpertSeconds(sent + ahead + collected + home, again, sent + back + collected + home)
+    return sent + ahead + collected + home, again, sent + back + collected + home
 
 
 def _of_block(x: ExpertWork, rows: int, *, backward: bool) -> float:
@@ -172,15 +164,10 @@ def _product(x: ExpertWork, m: int, n: int, k: int, dtype: str) -> float:
 def _collected(x: ExpertWork, rows: int) -> float:
     """Seconds in which the results of all blocks, so many rows, become the sums of tokens."""
     if x.devices > 1:  # they were added up: float32 sums that begin with zeros, and end in the dtype of activations
-        return x.kernels(2, _received(x) * x.hidden * (2 * FLOAT32 + x.number))
+        return x.kernels(2, x.received * x.hidden * (2 * FLOAT32 + x.number))
     zeros = rows * x.hidden * x.by_loop
     _, chosen = choices_of(x.segment)
     return x.kernels(2, x.number * (zeros + (1 + chosen) * x.tokens * x.hidden))
-
-
-def _received(x: ExpertWork) -> int:
-    """Token slots that a GPU reserves for what all GPUs send to its experts."""
-    return x.devices * x.tokens
 
 
 def _to_experts(x: ExpertWork) -> float:
@@ -189,7 +176,7 @@ def _to_experts(x: ExpertWork) -> float:
         return 0.0
     rounds, size = _round(x)
     each = x.kernels(IN_ROUND + 1, 4 * size) + x.gpu.rates.iteration
-    return rounds * each + x.kernels(1, _received(x) * x.hidden * x.number)
+    return rounds * each + x.kernels(1, x.received * x.hidden * x.number)
 
 
 def _home(x: ExpertWork) -> float:

@@ -10,15 +10,14 @@ import math
 import time
 from collections.abc import Callable, Collection, Iterator
 
-from surojax.config.fields import Config, gpus_per_sequence
+from surojax.config.changes import Change, changed, differing, flags
+from surojax.config.fields import Config, sequences_of_step, tokens_of_step
 from surojax.errors import ConfigError
 from surojax.planner import aot, choices, remedies, seen
 from surojax.planner.amounts import GiB, Memory, gib
-from surojax.planner.candidate import Candidate, device_limit, host_limit
-from surojax.planner.changes import Change, changed, differing, flags
+from surojax.planner.candidate import Candidate, memory_limits
 from surojax.planner.choices import NUMBERS
-from surojax.planner.disks import Disks
-from surojax.planner.drives import disks
+from surojax.planner.disks import Disks, disks
 from surojax.planner.gpus import GB, gpu_key, with_nodes
 from surojax.planner.run_plan import Plan, checked, plan
 from surojax.planner.search import Found, Space, best, kind, search
@@ -55,16 +54,12 @@ class Trial:
     @property
     def tokens(self) -> int:
         """Tokens of a step on each GPU."""
-        c = self.config
-        return c.per_device_batch_size * c.sequence_len * c.gradient_accumulation_steps // gpus_per_sequence(c)
+        return tokens_of_step(self.config) // self.config.gpus
 
     @property
     def need(self) -> Memory:
         """What the run needs, as compiled if it was."""
-        p = self.plan
-        return (
-            Memory(p.device_bytes, p.gpus_per_node * p.host_bytes, p.gpus * p.nvme_bytes) if p else self.estimate.need
-        )
+        return self.plan.need if self.plan else self.estimate.need
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,7 +108,7 @@ def fastest(
     gpu: what `gpus.gpu_key` takes. host_memory: of a machine, in GiB; None: as much as needed. gpus_per_node: GPUs
     in a machine; None: as usual. host_bandwidth: of its host memory, in GB/s; None: see `Gpu.host_memory`. nvme: room
     for files in GB, on the drives of all machines together; None: no files. disk: the disks of a machine, as
-    `drives.disks` takes them; None: assumed. allow: words of `choices.NUMBERS`. keep: fields that are not changed.
+    `disks.disks` takes them; None: assumed. allow: words of `choices.NUMBERS`. keep: fields that are not changed.
     most: settings that are compiled. say: prints a line. status: shows what is at work, until the next call.
 
     Raises ConfigError for what `train` refuses, and for an unknown GPU.
@@ -129,9 +124,13 @@ def fastest(
             checked(changed(config, NUMBERS[word]), gpu)
         except ConfigError as error:
             raise ConfigError(f"--allow {word}: {error}") from error
-    host = math.inf if host_memory is None else host_limit(host_memory * GiB)
-    limits = Memory(device_limit(facts), host, (nvme or 0.0) * 1e9)
+    limits = memory_limits(facts, host_memory, (nvme or 0.0) * GB)
     space = Space(c, facts, limits, tuple(allow), tuple(keep), disks=disks(disk, c.rates_file))
+
+    def compiled(c: Config) -> Plan:
+        """The plan of a config, without changes that would make it fit."""
+        return plan(c, gpu, gpus_per_node=gpus_per_node, host_bandwidth=host_bandwidth, disk=disk, advise=False)
+
     found = search(space, status=status)
     if not found.families:
         raise ConfigError(f"--keep: expected fields that leave settings to try, got {', '.join(keep)}; keep fewer")
@@ -141,21 +140,21 @@ def fastest(
     )
     if facts.seen.note:
         say(facts.seen.note)
-    rows, refuted = _compiled(config, space, found, gpu, disk, most, say, status)
+    rows, refuted = _trials(config, space, found, compiled, most, say, status)
     status("")
     own_files = limits if nvme is not None else limits._replace(files=math.inf)
     as_given = next((row for row in (*rows, *refuted) if not row.change), None)
     refused = ""
     if as_given is None:
         try:
-            as_given = _given(config, gpu, disk, space.of(limits=own_files))
+            as_given = _given(config, space.of(limits=own_files), compiled)
         except ConfigError as error:
             refused = str(error)
     rows.sort(key=lambda row: row.seconds)
     searched = space.of(layouts=found.layouts)
     proposals = [] if rows else remedies.with_limits_lifted(searched)
     nearest = found.nearest
-    if nearest is None and not rows and not refuted and host < math.inf:
+    if nearest is None and not rows and not refuted and limits.host < math.inf:
         nearest = next((x.candidate for x in proposals if x.lifted == remedies.MORE_HOST), None)
         nearest = nearest or search(searched.of(limits=limits._replace(host=math.inf)), 1).nearest
     return FitResult(
@@ -175,12 +174,11 @@ def fastest(
     )
 
 
-def _compiled(
+def _trials(
     config: Config,
     space: Space,
     found: Found,
-    gpu: str,
-    disk: str | None,
+    compiled: Callable[[Config], Plan],
     most: int,
     say: Callable[[str], None],
     status: Callable[[str], None],
@@ -189,27 +187,26 @@ def _compiled(
     rows: list[Trial] = []
     refuted: list[Trial] = []
     refusal = None  # of the compiler or of the checks that come with it
-    compiled = 0
+    number = 0  # of compiled rows
     started, total = time.perf_counter(), min(most, len(found.candidates))
     for candidate in in_order(found.candidates):
         own = differing(space.config, candidate.change)  # "auto" and what it stands for are no change
         candidate = dataclasses.replace(candidate, change=own)
         soonest = min((row.seconds for row in rows if row.plan), default=math.inf)
-        if (compiled >= most and (rows or compiled >= 2 * most)) or candidate.seconds > soonest * (1 + BAND):
+        if (number >= most and (rows or number >= 2 * most)) or candidate.seconds > soonest * (1 + BAND):
             continue
         if aot.available():
-            total = max(total, compiled + 1)
-            at_work = progress(compiled + 1, total, compiled / total, time.perf_counter() - started)
+            total = max(total, number + 1)
+            at_work = progress(number + 1, total, number / total, time.perf_counter() - started)
             status(f"compiling {at_work}, at most")
         try:
-            for row in _until_it_fits(config, candidate, gpu, disk, space):
-                compiled += row.plan is not None
+            for row in _until_it_fits(config, candidate, space, compiled):
                 (rows if row.fits else refuted).append(row)
                 if row.plan:
-                    verdict = (
-                        f"{1e3 * row.seconds:,.0f} ms" if row.fits else f"{_most(row, space.limits)}: does not fit"
-                    )
-                    of = f"{compiled} of {max(total, compiled)} at most"
+                    number += 1
+                    too_much = f"{_most(row, space.limits)}: does not fit"
+                    verdict = f"{1e3 * row.seconds:,.0f} ms" if row.fits else too_much
+                    of = f"{number} of {max(total, number)} at most"
                     say(f"compiled {of}: {flags(row.change) or 'as given'}: {verdict}")
         except ConfigError as error:  # what only compiling shows, such as a kernel that does not take these shapes
             refusal = error
@@ -229,15 +226,11 @@ def in_order(candidates: list[Candidate]) -> list[Candidate]:
     return [candidate for *_, candidate in sorted(ranked, key=lambda x: x[:2])]
 
 
-def _row(config: Config, candidate: Candidate, gpu: str, disk: str | None, space: Space) -> Trial:
+def _row(config: Config, candidate: Candidate, space: Space, compiled: Callable[[Config], Plan]) -> Trial:
     """The row of a candidate, compiled if there is a compiler."""
     change = differing(config, candidate.change)
     c = changed(config, change)
-    if not aot.available():
-        return Trial(c, change, candidate, None, True)
-    bandwidth = space.gpu.host_memory_bandwidth and space.gpu.host_memory_bandwidth / GB
-    p = plan(c, gpu, gpus_per_node=space.gpu.gpus_per_node, host_bandwidth=bandwidth, disk=disk, advise=False)
-    row = Trial(c, change, candidate, p, True)
+    row = Trial(c, change, candidate, compiled(c) if aot.available() else None, True)
     return dataclasses.replace(row, fits=row.need.fits(space.limits))
 
 
@@ -247,40 +240,39 @@ def _most(row: Trial, limits: Memory) -> str:
     return f"{gib(row.need.device)} on each GPU" if over else f"{gib(row.need.host)} of host memory"
 
 
-def _until_it_fits(config: Config, candidate: Candidate, gpu: str, disk: str | None, space: Space) -> Iterator[Trial]:
+def _until_it_fits(
+    config: Config, candidate: Candidate, space: Space, compiled: Callable[[Config], Plan]
+) -> Iterator[Trial]:
     """The row of a candidate. While it does not fit as compiled: with fewer resident layers, or less of
     `device_memory`, if a GPU is too small, with less of the files in host memory if that is."""
     for _ in range(1 + RETRIES):
-        row = _row(config, candidate, gpu, disk, space)
+        row = _row(config, candidate, space, compiled)
         yield row
-        resident, kept = candidate.config.resident_layers, candidate.config.files_in_memory
-        over = row.need.beyond(space.limits)
+        c, over = candidate.config, row.need.beyond(space.limits)
         if row.fits or row.plan is None:
             return
 
         def changed_to(candidate: Candidate = candidate, **change) -> Candidate:
             return space.estimated(changed(candidate.config, change), candidate.change | change)
 
-        if over.device and resident:
-            fewer = changed_to(resident_layers=resident - 1)
-            of_layer = max(1, changed_to(resident_layers=resident).need.device - fewer.need.device)
-            candidate = changed_to(resident_layers=max(0, resident - math.ceil(over.device / of_layer)))
-        elif over.device and candidate.config.device_memory:
-            less = max(0.0, candidate.config.device_memory - math.ceil(over.device / GiB))
-            candidate = changed_to(device_memory=less)
-        elif over.host and kept:
-            candidate = changed_to(files_in_memory=max(0.0, kept - math.ceil(over.host / GiB)))
+        budget, beyond = ("device_memory", over.device) if over.device else ("files_in_memory", over.host)
+        if over.device and c.resident_layers:
+            fewer = changed_to(resident_layers=c.resident_layers - 1)
+            of_layer = max(1, candidate.need.device - fewer.need.device)
+            candidate = changed_to(resident_layers=max(0, c.resident_layers - math.ceil(over.device / of_layer)))
+        elif beyond and c[budget]:
+            candidate = changed_to(**{budget: max(0.0, c[budget] - math.ceil(beyond / GiB))})
         else:
             return
 
 
-def _given(config: Config, gpu: str, disk: str | None, space: Space) -> Trial | None:
+def _given(config: Config, space: Space, compiled: Callable[[Config], Plan]) -> Trial | None:
     """The row of the given config; None if it does not fit by estimate. Raises ConfigError if it cannot run."""
     candidate = space.estimated(space.config)
     if not candidate.need.fits(space.limits):
         return None
     try:
-        return _row(config, candidate, gpu, disk, space)
+        return _row(config, candidate, space, compiled)
     except ConfigError:  # what only compiling shows
         return Trial(config, {}, candidate, None, False)
 
@@ -315,6 +307,5 @@ def _larger(space: Space, row: Trial) -> dict[int, float]:
         more = changed(c, {"gradient_accumulation_steps": times * c.gradient_accumulation_steps})
         candidate = best(space.of(config=more, layouts=(layout,)))
         if candidate and times * row.tokens / candidate.seconds > now * (1 + DOMINATES * (1 - 1 / times)):
-            sequences = more.per_device_batch_size * more.gradient_accumulation_steps
-            rates[sequences * c.gpus // gpus_per_sequence(c)] = times * row.tokens / candidate.seconds
+            rates[sequences_of_step(more)] = times * row.tokens / candidate.seconds
     return rates

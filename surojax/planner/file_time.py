@@ -99,9 +99,9 @@ class SimulatedStep:
         times = [part.times for part in self.parts] or [1]
         return sum(n * costs.launch_seconds(program.steps()) for n, program in zip(times, programs, strict=True))
 
-    def timeline(self, gpu: Gpu, *, copies_only: bool = False, end: float = 1.0, with_events: bool = False) -> Timeline:
-        """The step on this GPU. copies_only: as if copy engines did all host transfers. end: a multiple of the disks'
-        rates. with_events: see `simulate`, and `_events` for files."""
+    def timeline(self, gpu: Gpu, *, copies_only: bool = False, with_events: bool = False) -> Timeline:
+        """The step on this GPU. copies_only: as if copy engines did all host transfers. with_events: see `simulate`,
+        and `_events` for files."""
         programs = [ProgramOnGpu(x, gpu, self.mesh_shape, copies_only) for x in self.modules]
         simulated = [simulate(program, events=with_events) for program in programs]
         if not self.parts:
@@ -109,7 +109,7 @@ class SimulatedStep:
         busy = collections.defaultdict[str, float](float)
         exposed = collections.defaultdict[tuple[str, str], float](float)
         of_rows = collections.defaultdict[str, float](float)
-        passes = self._passes(simulated, gpu, end)
+        passes = self._passes(simulated, gpu)
         for each in passes.values():
             label = each.name or "outside loops"
             for part, of_program in each.parts:
@@ -126,19 +126,19 @@ class SimulatedStep:
         events = self._events(passes) if with_events else []
         return Timeline(seconds, dict(busy), dict(exposed), events, dict(of_rows))
 
-    def _passes(self, simulated: Sequence[Timeline], gpu: Gpu, end: float) -> dict[str, SimulatedPass]:
+    def _passes(self, simulated: Sequence[Timeline], gpu: Gpu) -> dict[str, SimulatedPass]:
         """The passes of a step with files, by name. Programs that are of no layer are one without a name."""
         link = gpu.pcie_bandwidth * gpu.rates.host
         gpus = math.prod(self.mesh_shape.values())
         passes = {}
         for name in dict.fromkeys(part.name for part in self.parts):
             parts = [pair for pair in zip(self.parts, simulated, strict=True) if pair[0].name == name]
-            reads = [self._seconds(part.read.total(), 0.0, end) for part, _ in parts]
-            writes = [self._seconds(0.0, part.written.total(), end) for part, _ in parts]
+            reads = [self._seconds(part.read.total(), 0.0) for part, _ in parts]
+            writes = [self._seconds(0.0, part.written.total()) for part, _ in parts]
             by_row = collections.defaultdict[str, float](float)
             for part, _ in parts:
                 for row in part.read | part.written:
-                    by_row[row] += part.times * self._seconds(part.read[row], part.written[row], end)
+                    by_row[row] += part.times * self._seconds(part.read[row], part.written[row])
             at_ends = [0.0 if name == UPDATE else read + write for read, write in zip(reads, writes, strict=True)]
             number = at_ends.index(max(at_ends))
             passes[name] = SimulatedPass(
@@ -152,9 +152,9 @@ class SimulatedStep:
             )
         return passes
 
-    def _seconds(self, read: float, written: float, end: float = 1.0) -> float:
+    def _seconds(self, read: float, written: float) -> float:
         """Seconds that a machine's disks take for its share of these bytes."""
-        return self.disks.seconds(read / self.machines, written / self.machines, end)
+        return self.disks.seconds(read / self.machines, written / self.machines)
 
     def _events(self, passes: Mapping[str, SimulatedPass]) -> list[TimelineEvent]:
         """The events of a step with files, such that each pass takes as long as `timeline` says.
@@ -186,8 +186,3 @@ class SimulatedStep:
             draw(f"wait for {HOST_IN}", HOST_IN, WAITS, each.name, now, each.exposed_on_link)
             now += each.exposed_on_link
         return events
-
-    def at_disk_ends(self, gpu: Gpu) -> dict[str, list[float]]:
-        """Seconds with the disks at their ends, as `prediction.at_ends` returns them; empty without files."""
-        ends = (self.disks.span.fast, self.disks.span.slow) if self.parts else ()
-        return {DISKS: [self.timeline(gpu, end=end).seconds for end in ends]} if ends else {}

@@ -35,20 +35,22 @@ import csv
 import difflib
 import math
 import re
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from surojax.errors import ConfigError
+from surojax.planner.amounts import MiB
 from surojax.planner.rates import (
     ASSUMED,
     CALIBRATED,
-    ENDS,
     MEASURED,
     NOTHING_SEEN,
     PRODUCTS,
     SHEET,
     STAGED,
+    UNCERTAIN,
     UNKNOWN_DRAM,
     Rates,
     Seen,
@@ -57,8 +59,7 @@ from surojax.planner.rates import (
 from surojax.sizes import MOST_GPUS
 
 POOL = 0.95  # largest fraction of a GPU's memory that JAX can use: the driver needs the remainder
-GB, TB, TFLOPS = 1e9, 1e12, 1e12
-MIB = 2**20
+GB, TFLOPS = 1e9, 1e12
 # PCI Express base specification: transfers/s x lanes x 128b/130b coding / 8 bits, B/s per direction.
 PCIE = {
     "4.0 x16": 16e9 * 16 * 128 / 130 / 8,  # 31.5 GB/s
@@ -103,7 +104,6 @@ class Gpu:
     fp8_flops: float | None  # FLOP/s, as bf16_flops
     fp4_flops: float | None  # FLOP/s, as bf16_flops
     tf32_flops: float  # FLOP/s, as bf16_flops
-    fp32_flops: float  # FLOP/s, CUDA cores, no tensor cores
     link_bandwidth: float  # B/s per direction between GPUs of one host: NVLink, or PCIe if there is no NVLink
     network_bandwidth: float  # B/s per direction of each GPU between machines
     pcie_bandwidth: float  # B/s per direction between GPU and host: PCIe, or NVLink-C2C
@@ -114,7 +114,7 @@ class Gpu:
     aliases: tuple[str, ...] = ()  # other device kinds of exactly the same card
     also_called: tuple[str, ...] = ()  # other words for it, see `gpu_key`
     products_from: str = MEASURED  # where `rates.products` comes from: a key of rates.PRODUCTS
-    ends: Mapping[str, Span] = field(default_factory=dict, hash=False)  # of rates, where they differ from rates.ENDS
+    ends: Mapping[str, Span] = field(default_factory=dict, hash=False)  # that differ from those of rates.UNCERTAIN
     host_memory_bandwidth: float | None = None  # B/s of a machine's host memory, both ways; None: see `host_memory`
     seen: Seen = NOTHING_SEEN  # what of `rates` was measured here
 
@@ -166,7 +166,8 @@ class Gpu:
 
     def spans(self) -> dict[str, Span]:
         """The ends of each rate, and where they come from."""
-        spans_by_rate = dict(ENDS) | {"products": PRODUCTS[self.products_from]}
+        spans_by_rate = {name: rate.span for name, rate in UNCERTAIN.items()}
+        spans_by_rate["products"] = PRODUCTS[self.products_from]
         if self.staged:
             spans_by_rate["link"] = STAGED
         if self.host_memory_bandwidth is None:
@@ -200,7 +201,6 @@ def _from_row(row: dict[str, str]) -> Gpu:
         bf16, fp8 = bf16 / 2, fp8 / 2  # fp4 is not halved: RTX 5090 1,676 TFLOP/s
     if row["bf16"]:
         bf16, fp8, fp4 = (number(column, TFLOPS) for column in ("bf16", "fp8", "fp4"))
-    lanes = ARCHITECTURES[capability.rstrip("a")].fp32_lanes
     pcie = PCIE[row["pcie"]] if row["pcie"] in PCIE else number("pcie", GB)
     name, *aliases = row["device_kind"].split("; ")
     reached = "products attention attention_backward host link collective_sms boost beside duplex".split()
@@ -220,12 +220,11 @@ def _from_row(row: dict[str, str]) -> Gpu:
         fp8_flops=fp8 or None,
         fp4_flops=fp4 or None,
         tf32_flops=number("tf32", TFLOPS, bf16 / 2),
-        fp32_flops=number("fp32", TFLOPS, sms * clock * 2 * lanes),
         link_bandwidth=number("link_gb_s", GB, pcie),
         network_bandwidth=number("network_gbit_s", GBIT, 100 * GBIT / 8),
         pcie_bandwidth=pcie,
         clock=clock,
-        l2_bytes=int(number("l2_mib", MIB)),
+        l2_bytes=int(number("l2_mib", MiB)),
         gpus_per_node=int(number("gpus_per_node", 1, 8)),
         aliases=tuple(aliases),
         also_called=tuple(row["also_called"].split()),
@@ -327,11 +326,16 @@ def _word(text: str) -> str:
     return word.removeprefix("rtx")
 
 
-_BY_WORD = {_word(key): key for key in (*GPUS, *REFUSED)}
-_BY_WORD |= {
-    _word(kind): key for key, gpu in GPUS.items() if not key.endswith("ti_8gb") for kind in (gpu.name, *gpu.aliases)
-}
-_BY_WORD |= {word: key for key, gpu in GPUS.items() for word in gpu.also_called}
-_BY_WORD |= {word: key for key, words in _REFUSED_WORDS.items() for word in words.split()}
-for _key in [key for key in GPUS if key.endswith("ti_8gb")]:
-    del _BY_WORD[_word(GPUS[_key].name)]  # two cards have it
+def _by_word() -> dict[str, str]:
+    """Returns the keys of `GPUS` and `REFUSED` by what users call them, without words that several cards have."""
+    called = defaultdict[str, set[str]](set)
+    for key, gpu in GPUS.items():
+        for word in (*map(_word, (key, gpu.name, *gpu.aliases)), *gpu.also_called):
+            called[word].add(key)
+    for key in REFUSED:
+        for word in (_word(key), *_REFUSED_WORDS.get(key, "").split()):
+            called[word].add(key)
+    return {word: key for word, keys in called.items() if len(keys) == 1 for key in keys}
+
+
+_BY_WORD = _by_word()

@@ -53,6 +53,7 @@ class Instruction:
     attributes: str
 
 
+CALLS = "to_apply|calls|branch_computations|true_computation|false_computation"  # attributes, see `called`
 TRIPS = re.compile(r'"known_trip_count":\{"n":"([\d/]+)"')
 
 # name = shape opcode(operands), attributes
@@ -126,7 +127,7 @@ def executed(
         if i.opcode == "while":
             yield from executed(module, called(i, "body")[0], times * trips(i))
         elif i.opcode in ("conditional", "call", "async-start"):
-            for name in called(i, "to_apply|calls|branch_computations|true_computation|false_computation"):
+            for name in called(i, CALLS):
                 yield from executed(module, name, times)
 
 

@@ -23,8 +23,8 @@ from surojax.placement.mesh import data_parallel, make_mesh
 from surojax.planner import aot, hlo, run_plan, stages
 from surojax.planner.amounts import gib
 from surojax.planner.costs import HOST_IN, ProgramOnGpu
-from surojax.planner.disks import Disks
-from surojax.planner.drives import disks
+from surojax.planner.disks import Disks, disks
+from surojax.planner.file_time import moved
 from surojax.planner.gpus import GB, GPUS, Gpu, gpu_key, with_nodes
 from surojax.planner.layer_sizes import size
 from surojax.planner.timeline import simulate
@@ -97,15 +97,13 @@ def plan_labelling(config: Config, objective: Labelling, gpu: str, disk: str | N
         copies = timelines[0].busy.get(HOST_IN, 0.0)
         waited = sum(s for (_, kind), s in timelines[0].exposed.items() if kind == HOST_IN)
         seconds, resources = kernels, {"the GPU": kernels - waited, "the host link": copies}
-    pairs = list(zip(compiled, programs, strict=True))
-    device = max(x.device_bytes + bytes_per_device(part.others, DEVICE) for x, part in pairs)
     return LabellingPlan(
         gpus=c.gpus,
         gpu=gpu,
         parameters=_parameters(run),
-        device_bytes=device + other_batches,
-        host_bytes=max(x.host_bytes + bytes_per_device(part.others, HOST) for x, part in pairs),
-        file_bytes=sum(part.times * part.read.total() for part in programs),
+        device_bytes=run_plan.most_bytes(compiled, programs, "device_bytes", DEVICE) + other_batches,
+        host_bytes=run_plan.most_bytes(compiled, programs, "host_bytes", HOST),
+        file_bytes=moved(programs)[0],
         tokens=batches * sequences * c.sequence_len,
         seconds=seconds,
         resources=resources,
@@ -116,7 +114,7 @@ def _by_layer(
     programs: list[Program], kernels: float, gpu: Gpu, gpus: int, disks: Disks
 ) -> tuple[float, dict[str, float]]:
     """Returns (seconds of several batches, busy seconds by resource). kernels: seconds of the batches' programs."""
-    read = sum(part.times * part.read.total() for part in programs)
+    read, _ = moved(programs)
     put = sum(part.times * size(part.put) for part in programs) / gpus
     resources = {
         "the GPU": kernels,

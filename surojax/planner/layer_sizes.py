@@ -15,7 +15,7 @@ from surojax.memory.host import parts
 from surojax.memory.in_file import InFiles
 from surojax.models.grouped import blocks_in_piece, choice_pieces, number_of_blocks, rows_of_block, why_by_loop
 from surojax.models.kinds.experts import choices_of
-from surojax.models.kinds.sublayer import OnGpu
+from surojax.models.kinds.sublayer import KernelBytes, OnGpu
 from surojax.models.lora import adapters
 from surojax.models.model import Model, Recompute, Segment
 from surojax.numerics import quantized
@@ -275,7 +275,7 @@ def segment_bytes(run: Assembly, segment: Segment, x: jax.ShapeDtypeStruct, plat
         fetched=round(fetched),
         kept=kept,
         saved=chunk_block.saved,
-        attention=chunk_block.attention,
+        attention=chunk_block.working,
         scores=chunk_block.scores,
         sequence=handed_on - size(x) if chunks > 1 else 0,
         received=number * received,
@@ -288,14 +288,6 @@ def segment_bytes(run: Assembly, segment: Segment, x: jax.ShapeDtypeStruct, plat
     )
 
 
-class BlockBytes(NamedTuple):
-    """Bytes of one block on each device. See `SegmentBytes`."""
-
-    saved: int  # residuals, without its weights
-    attention: int
-    scores: int
-
-
 def _block_bytes(
     run: Assembly,
     model: Model,
@@ -304,8 +296,8 @@ def _block_bytes(
     platform: str,
     packed: bool,
     chunks: int = 1,
-) -> BlockBytes:
-    """The `BlockBytes` of a segment's block.
+) -> KernelBytes:
+    """The `KernelBytes` of a segment's mixer, with all residuals of its block but for its weights as saved.
 
     chunks: x is one of so many equal parts of a sequence, which attends to all of it.
     """
@@ -317,7 +309,7 @@ def _block_bytes(
     space = segment.mixer.space(
         model.compute, _on_gpu(run, x, chunks), gpu=platform != "cpu", packed=packed, window=window
     )
-    return BlockBytes(saved + space.saved, space.working, space.scores)
+    return space._replace(saved=saved + space.saved)
 
 
 def _on_gpu(run: Assembly, x: jax.ShapeDtypeStruct, chunks: int) -> OnGpu:

@@ -14,8 +14,6 @@ from surojax.planner.gpus import GPUS, POOL
 from surojax.planner.prediction import Prediction, milliseconds
 from surojax.planner.run_plan import Plan
 
-# 7B with five offloads on an H200: 3,704 ms, and 3,825 on the streams that XLA wrote down for the same program.
-IN_TURN = "which copies share a stream there is read from the program's text: such a step was predicted 3 % fast so"
 ATTENTION = {
     "mosaic": "flash attention within each (kernel of pallas_kernels), whose memory grows with S",
     "xla": f"attention by XLA, with S x S scores in memory; the kernel takes {HEADS}",
@@ -41,7 +39,7 @@ def plan_table(p: Plan) -> str:
     else:
         lines.append(f"compiled by XLA of the CUDA plugin {p.xla}; another version makes another program")
         if sum(p.host_transfers.values()) and (slow := cuda_plugin.copies_slowly()):
-            lines += [slow, IN_TURN]
+            lines.append(slow)
     if p.packed:
         lines += [documents(attention, p.cp_method) for attention in p.attention.split(", ")]
     lines += [p.experts] * bool(p.experts)
@@ -147,12 +145,10 @@ def files_text(p: Prediction) -> str:
 
 def range_lines(p: Plan) -> list[str]:
     """Lines that say where a GPU's rates come from, and which one a predicted time hangs on most."""
-    if p.corrected:
-        return [f"  {p.corrected}"] + [f"  most of the range: {p.hangs_on}"] * bool(p.hangs_on)
-    rows = "its products are fitted to published rows of this GPU"
-    if not p.calibrated:
-        rows = f"not calibrated: no published row of this GPU; its products are {GPUS[p.gpu].products_from}"
-    return [f"  {rows}"] + [f"  most of the range: {p.hangs_on}"] * bool(p.hangs_on)
+    source = f"not calibrated: no published row of this GPU; its products are {GPUS[p.gpu].products_from}"
+    if p.calibrated:
+        source = "its products are fitted to published rows of this GPU"
+    return [f"  {p.corrected or source}"] + [f"  most of the range: {p.hangs_on}"] * bool(p.hangs_on)
 
 
 def cost(tokens: float, price: float | None, gpus: int, seconds: Sequence[float]) -> str:
@@ -180,9 +176,9 @@ def verdict(p: Plan) -> list[str]:
     if not over and p.device_bytes > DEFAULT_POOL * GPUS[p.gpu].memory_bytes:
         lines.append(f"  with {POOL_SETTING} in the environment: JAX takes {DEFAULT_POOL} by itself")
     if p.host_limit_bytes is not None:
-        needed = gib(p.gpus_per_node * p.host_bytes)
+        needed = gib(p.need.host)
         limit = gib(p.host_limit_bytes)
-        enough = p.gpus_per_node * p.host_bytes <= p.host_limit_bytes
+        enough = p.need.host <= p.host_limit_bytes
         whose = "all" if p.gpus == p.gpus_per_node else f"{p.gpus_per_node}"
         fits = "fits" if enough else "does not fit"
         lines.append(f"{fits}: {needed} of {limit}, which is {HOST_POOL:.0%} of host memory, for {whose} GPUs")

@@ -10,7 +10,6 @@ and slower ones apart. A step that was measured here with the same settings is k
 import dataclasses
 import json
 import math
-import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,12 +20,14 @@ from surojax.own_files import read_own
 from surojax.placement.mesh import devices_per_sequence, pipeline_stages
 from surojax.planner import products, traffic
 from surojax.planner.costs import GATHER, HOST_IN, HOST_OUT, MAIN, REDUCE, STREAMS, TRANSFERS
+from surojax.planner.disks import ASSUMED_DISKS, Disks
 from surojax.planner.file_time import SimulatedStep
 from surojax.planner.gpus import Gpu
 from surojax.planner.hlo import Module
-from surojax.planner.rates import CALIBRATED, DISKS, TOGETHER, WORDS
+from surojax.planner.rates import CALIBRATED, DISKS, UNCERTAIN
 from surojax.planner.stages import with_rounds
 from surojax.planner.timeline import WAITS, Timeline
+from surojax.step.several_programs import Program
 
 TRACE_FORM = {"traceEvents": [dict]}
 MOST_TRACE_BYTES = 1 << 30
@@ -129,7 +130,9 @@ def at_ends(step: SimulatedStep, gpu: Gpu, found: Timeline) -> dict[str, list[fl
         if not NEEDED.get(name) or NEEDED[name] & found.busy.keys()
     }
     ends["copies"] = [step.timeline(gpu, copies_only=True).seconds, found.seconds]
-    ends |= step.at_disk_ends(gpu)
+    if step.parts:
+        disks = [step.disks.times(end) for end in (step.disks.span.fast, step.disks.span.slow)]
+        ends[DISKS] = [dataclasses.replace(step, disks=x).timeline(gpu).seconds for x in disks]
     return {name: both for name, both in ends.items() if both[1] - both[0] > 1e-3 * found.seconds}
 
 
@@ -162,21 +165,28 @@ def _hangs_on(gpu: Gpu, ends: Mapping[str, Sequence[float]]) -> str:
     if name == "copies":
         return f"whether copy engines do the host transfers that are kernels in this program: {fast} to {slow} ms"
     if name == DISKS:
-        return f"{WORDS[name]}: {fast} to {slow} ms"
+        return f"{name}: {fast} to {slow} ms"
     span = gpu.spans()[name]
-    value = getattr(gpu.rates, TOGETHER.get(name, (name,))[0])
+    word, _, fields = UNCERTAIN[name]
+    value = getattr(gpu.rates, fields[0])
     known = "half to twice" if name == "latencies" else f"{value * span.slow:.2f} to {value * span.fast:.2f}"
-    return f"{WORDS[name]} ({known}, {span.source}): {fast} to {slow} ms"
+    return f"{word} ({known}, {span.source}): {fast} to {slow} ms"
 
 
-def of_module(module: Module, run: Assembly, batch: traffic.BatchShape, gpu: Gpu) -> Prediction:
-    """The `Prediction` of a step from its parsed program."""
-    return step_prediction(of_one_program(module, run, batch), run, batch, gpu)
+def simulated_step(
+    modules: Sequence[Module],
+    run: Assembly,
+    batch: traffic.BatchShape,
+    parts: Sequence[Program] = (),
+    machines: int = 1,
+    disks: Disks = ASSUMED_DISKS,
+) -> SimulatedStep:
+    """The simulated step of parsed programs; with stages an estimate, see `stages.with_rounds`.
 
-
-def of_one_program(module: Module, run: Assembly, batch: traffic.BatchShape) -> SimulatedStep:
-    """The simulated step of one parsed program; with stages an estimate, see `stages.with_rounds`."""
-    return SimulatedStep([with_rounds(module, run, batch, lockstep=True)], run.mesh.shape)
+    parts, machines, disks: see `SimulatedStep`.
+    """
+    in_lockstep = [with_rounds(module, run, batch, lockstep=True) for module in modules]
+    return SimulatedStep(in_lockstep, run.mesh.shape, parts, machines, disks)
 
 
 def step_prediction(step: SimulatedStep, run: Assembly, batch: traffic.BatchShape, gpu: Gpu) -> Prediction:
@@ -187,23 +197,6 @@ def step_prediction(step: SimulatedStep, run: Assembly, batch: traffic.BatchShap
     compute_time = tokens * products.compute_time(gpu, products.token_flops(run, batch.sequence_len))
     has_graphs = xla_options.has_graphs(run)
     return predict(step, gpu, tokens=tokens, compute_time=compute_time, has_graphs=has_graphs)
-
-
-def comparison(predicted: Prediction, durations_s: Sequence[float], tokens: int) -> str:
-    """A line with measured beside predicted tokens/s of all GPUs; "" if nothing was predicted or measured.
-
-    durations_s: of steps; their median is compared, without the first one if there are others. tokens: of a step.
-    """
-    if predicted.predicted_step_s is None or predicted.predicted_range_s is None or not durations_s:
-        return ""
-    seconds = statistics.median(durations_s[1:] or durations_s)
-    low, high = (tokens / t for t in reversed(predicted.predicted_range_s))
-    expected = tokens / predicted.predicted_step_s
-    ratio = tokens / seconds / expected
-    return (
-        f"tok/s: measured {tokens / seconds:,.0f}, predicted {expected:,.0f} ({low:,.0f} to {high:,.0f}), "
-        f"measured / predicted {ratio:.2f}"
-    )
 
 
 def write_trace(file: Path, timeline: Timeline, title: str) -> None:

@@ -38,26 +38,24 @@ HLO_DTYPES = {"bfloat16": "bf16", "float32": "f32", "float8": "f8e4m3fn", "float
 LOW = ("float8", "float4")  # that operands are quantised to
 
 
-def token_flops(run: Assembly, sequence_len: int, *, again: bool = False) -> dict[str, float]:
+def token_flops(run: Assembly, sequence_len: int) -> dict[str, float]:
     """FLOPs of training on one token, by the dtype that is multiplied: "bfloat16", "float32", "float8" or "float4".
 
     Products with the blocks' matrices have the recipe's dtypes in the layers with the recipe; attention, head, routers
-    and adapters have model_dtype. again: include the second forward pass of recomputed blocks, in which XLA drops the
-    products that no gradient needs (`Segment.last_products`).
+    and adapters have model_dtype. What a recomputed block repeats is left out.
     """
     model = run.model
     work_dtype = run.engine.table.weights.dtype
     in_model_dtype = (work_dtype, work_dtype)
     flops = collections.defaultdict[str, float](float)
 
-    def add(elements: int, trained: bool, dtypes: tuple[str, str], repeated: bool = False) -> None:
+    def add(elements: int, trained: bool, dtypes: tuple[str, str]) -> None:
         """Adds a product: once forward, backward for the gradient of its input, and of a matrix that is trained."""
-        flops[dtypes[0]] += 2 * elements * (1 + repeated)
+        flops[dtypes[0]] += 2 * elements
         flops[dtypes[1]] += 2 * elements * (1 + trained)
 
     for segment in model.segments:
-        flops[work_dtype] += (3 + again) * segment.mixing_flops(sequence_len)
-        last = {p.name for p in segment.last_products}
+        flops[work_dtype] += 3 * segment.mixing_flops(sequence_len)
         for p in jax.tree.leaves(segment.params):
             if p.kind in (Kind.VECTOR, Kind.TABLE):  # rows of a table are read
                 continue
@@ -65,7 +63,7 @@ def token_flops(run: Assembly, sequence_len: int, *, again: bool = False) -> dic
             for variant in segment.variants:
                 dtypes = operands(model.precision, variant.recipe_enabled, work_dtype)
                 dtypes = dtypes if p.kind is Kind.MATRIX else in_model_dtype
-                add(elements, p.trainable, dtypes, again and p.name not in last)
+                add(elements, p.trainable, dtypes)
     add(model.head_rows * model.hidden_size, model.outer_params[model.head].trainable, in_model_dtype)
     if teacher := model.outer_params.get(TEACHER_HEAD):
         flops[work_dtype] += 2 * math.prod(teacher.shape)
@@ -80,18 +78,6 @@ def operands(precision: Precision, recipe_enabled: bool, dtype: str) -> tuple[st
     emulated = precision.recipe in BLOCK_SCALED and precision.emulate
     low = "float32" if emulated else "float4" if precision.recipe == "nvfp4" else "float8"
     return low, low
-
-
-def step_flops(run: Assembly, batch: BatchShape) -> dict[str, float]:
-    """FLOPs of a step on each GPU by dtype, as in `token_flops`, with recomputed blocks and the optimizer."""
-    per_token = token_flops(run, batch.sequence_len, again=run.engine.recompute_block)
-    tokens = batch.tokens * batch.microbatches / (devices_per_sequence(run.mesh) * pipeline_stages(run.mesh))
-    flops_by_dtype = {dtype: size * tokens for dtype, size in per_token.items()}
-    for t in layer_sizes.blocks(run, trained=True):
-        if t.is_matrix:
-            groups = t.layers // layer_sizes.matrix_layers_together(run, t)
-            flops_by_dtype[run.engine.table.weights.dtype] += groups * run.optimizer.matrices.flops(t.param.shape)
-    return flops_by_dtype
 
 
 def compute_time(gpu: Gpu, flops: dict[str, float]) -> float:

@@ -92,14 +92,12 @@ class Rates:
         return replace(self, **scaled | {name: getattr(self, name) * factor for name in LATENCIES})
 
     def with_end(self, name: str, end: float) -> "Rates":
-        """Rates with one of `ENDS`' names at an end: a multiple of the value."""
-        together = TOGETHER.get(name, (name,))
-        return replace(self, **{field: getattr(self, field) * end for field in together})
+        """Rates with one of `UNCERTAIN` at an end: a multiple of the value."""
+        return replace(self, **{field: getattr(self, field) * end for field in UNCERTAIN[name].fields})
 
 
 LATENCIES = ("hop", "launch", "copy", "ramp", "iteration")
 BANDWIDTHS = ("products", "attention", "attention_backward", "memory", "host", "dram", "link", "network")
-TOGETHER = {"attention": ("attention", "attention_backward"), "latencies": LATENCIES}  # rates that err together
 RATES = tuple(field.name for field in fields(Rates))
 
 
@@ -131,33 +129,33 @@ PRODUCTS = {
     MEASURED: Span(0.82, 1.12, MEASURED),
     SHEET: Span(0.65, 1.35, SHEET),
 }
-ENDS = {  # of other rates, on all GPUs; a `Gpu` may have others
-    "eight_bit": Span(0.80, 1.12, MEASURED),
-    "attention": Span(0.70, 1.17, ASSUMED),
-    "memory": Span(0.90, 1.05, ASSUMED),
-    "host": Span(0.73, 1.10, MEASURED),
-    "duplex": Span(0.59, 1.18, MEASURED),
-    "dram": Span(0.75, 1.12, ASSUMED),
-    "link": Span(0.75, 1.12, MEASURED),
-    "network": Span(0.60, 1.05, ASSUMED),
-    "collective_sms": Span(2.0, 0.3, ASSUMED),
-    "latencies": Span(2.0, 0.5, ASSUMED),
+
+
+class Uncertain(NamedTuple):
+    """A rate, or rates that err together.
+
+    word: for output. span: on all GPUs; a `Gpu` may have another one. fields: of `Rates`.
+    """
+
+    word: str
+    span: Span
+    fields: tuple[str, ...]
+
+
+UNCERTAIN = {  # the others of `Rates` are taken as they are
+    "eight_bit": Uncertain("products in 8 bits beside 16", Span(0.80, 1.12, MEASURED), ("eight_bit",)),
+    "attention": Uncertain("attention", Span(0.70, 1.17, ASSUMED), ("attention", "attention_backward")),
+    "memory": Uncertain("device memory", Span(0.90, 1.05, ASSUMED), ("memory",)),
+    "host": Uncertain("host link", Span(0.73, 1.10, MEASURED), ("host",)),
+    "duplex": Uncertain("host link, both ways at once", Span(0.59, 1.18, MEASURED), ("duplex",)),
+    "dram": Uncertain("host memory that the GPUs share", Span(0.75, 1.12, ASSUMED), ("dram",)),
+    "link": Uncertain("link between GPUs", Span(0.75, 1.12, MEASURED), ("link",)),
+    "network": Uncertain("network between machines", Span(0.60, 1.05, ASSUMED), ("network",)),
+    "collective_sms": Uncertain("multiprocessors that collectives take", Span(2.0, 0.3, ASSUMED), ("collective_sms",)),
+    "latencies": Uncertain("latencies", Span(2.0, 0.5, ASSUMED), LATENCIES),
+    "products": Uncertain("products", PRODUCTS[MEASURED], ("products",)),  # see `Gpu.spans`
 }
 # Link of cards whose collectives go through host memory. LLMQ's 7B on 4 x RTX 4090 excludes less than 0.4 of 12 GB/s.
 STAGED = Span(0.50, 1.80, ASSUMED)
 # Host memory if nobody says what a machine has: two channels of DDR4-3200 where two of DDR5-5600 are taken, and so on.
 UNKNOWN_DRAM = Span(0.55, 2.0, ASSUMED)
-WORDS = {  # for output
-    "products": "products",
-    "eight_bit": "products in 8 bits beside 16",
-    "attention": "attention",
-    "memory": "device memory",
-    "host": "host link",
-    "duplex": "host link, both ways at once",
-    "dram": "host memory that the GPUs share",
-    "link": "link between GPUs",
-    "network": "network between machines",
-    "collective_sms": "multiprocessors that collectives take",
-    "latencies": "latencies",
-    DISKS: "disks",
-}

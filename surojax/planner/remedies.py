@@ -12,12 +12,12 @@ from typing import NamedTuple
 
 from surojax.assembly.from_config import compute
 from surojax.config import checks
+from surojax.config.changes import Change, changed, differing, flags, wrapped
 from surojax.config.fields import Config, flat
 from surojax.errors import ConfigError
 from surojax.numerics.recipes import check_recipe
 from surojax.planner import choices
 from surojax.planner.candidate import Candidate
-from surojax.planner.changes import Change, changed, differing, flags, wrapped
 from surojax.planner.choices import NUMBERS
 from surojax.planner.search import Space, best, search
 

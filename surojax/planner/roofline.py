@@ -148,7 +148,7 @@ def step_work(run: Assembly, batch: BatchShape, gpu: Gpu, rows: Rows, disks: Dis
         slots=layer_sizes.slots(run, batch.microbatches) if stages > 1 else 1,
         updated=updated,
         as_master=traffic.updated_part(run, run.engine.table.master.dtype),
-        disks=disks.shared_by(gpu.in_a_machine(run.mesh.size)),
+        disks=disks.times(1 / gpu.in_a_machine(run.mesh.size)),
     )
 
 

@@ -23,6 +23,7 @@ from surojax.assembly.from_config import compute, from_config, updates_late
 from surojax.assembly.xla_options import ALL_MEMORY, LESS_MEMORY, compiler_options, may_fit_in_less
 from surojax.children import python_command
 from surojax.config import checks, fields as configs
+from surojax.config.changes import changed
 from surojax.config.fields import Config
 from surojax.errors import ConfigError
 from surojax.exchange.sources import resolved
@@ -48,9 +49,7 @@ from surojax.planner import (
     traffic,
 )
 from surojax.planner.amounts import GiB, Memory
-from surojax.planner.changes import changed
-from surojax.planner.disks import Disks
-from surojax.planner.drives import disks
+from surojax.planner.disks import Disks, disks
 from surojax.planner.gpus import GPUS, Gpu, gpu_key, with_nodes
 from surojax.planner.prediction import Prediction
 from surojax.step import train_step as step
@@ -94,8 +93,13 @@ class Plan(Prediction):
     rematerialised: dict[str, Any] = dataclasses.field(default_factory=lambda: hlo.rematerialised([]))
     estimated_step_s: float | None = None  # by roofline.py, if nothing was compiled
     device_limit_bytes: int  # bytes of this GPU's memory that a step may need, see `candidate.device_limit`
-    host_limit_bytes: int | None  # of a machine, that a run can use, see `candidate.host_limit`; None if unknown
+    host_limit_bytes: int | None  # of a machine, that a run can use, see `candidate.memory_limits`; None if unknown
     changes: list[str]  # changes of settings that would make it fit
+
+    @property
+    def need(self) -> Memory:
+        """What the run needs."""
+        return Memory(self.device_bytes, self.gpus_per_node * self.host_bytes, self.gpus * self.nvme_bytes)
 
     def __repr__(self) -> str:
         fits = "fits" if self.fits else "does not fit"
@@ -123,7 +127,7 @@ def plan(
     gpu: what `gpus.gpu_key` takes. gpus_per_node: GPUs in a machine; None: as usual. host_bandwidth: GB/s that a
     machine's host memory moves, both ways; None: see `Gpu.host_memory`. trace: a file for a trace of the simulated step
     (`prediction.trace`), written if its time is predicted. disk: the disks of a machine that hold files, as
-    `drives.disks` takes them; None: assumed.
+    `disks.disks` takes them; None: assumed.
     advise: look for `changes` if it does not fit.
 
     A process can compile for one kind of GPU only. A kind that this process cannot compile for (`aot.usable`) is
@@ -157,13 +161,11 @@ def plan(
         measured["estimated_step_s"] = candidate.estimated(c, facts, disks=on_disks).seconds
     shape = dict(run.mesh.shape)
     collectives = _with_textbook(measured.pop("collectives", []), step_collectives.collective_bytes(run, batch))
-    host_limit = None if host_memory is None else int(candidate.host_limit(host_memory * GiB))
     in_table = {name: row for name, row in rows.items() if hasattr(run.engine.table, name)}
     in_files = sum(row["nvme"] for row in in_table.values())
-    device_limit = candidate.device_limit(facts)
-    limit = Memory(device_limit, math.inf if host_limit is None else host_limit)
+    limits = candidate.memory_limits(facts, host_memory, math.inf if c.nvme_path else 0.0)
     need = Memory(measured["device_bytes"], facts.in_a_machine(n) * measured["host_bytes"])
-    fits = need.fits(limit)
+    fits = need.fits(limits)
     return Plan(
         gpu=gpu,
         gpus=n,
@@ -182,9 +184,9 @@ def plan(
         nvme_bytes=in_files,
         disks=str(on_disks) if in_files else "",
         drive_tbw=on_disks.tbw if in_files else 0.0,
-        device_limit_bytes=device_limit,
-        host_limit_bytes=host_limit,
-        changes=_changes(c, facts, need, limit) if advise and not fits else [],
+        device_limit_bytes=limits.device,
+        host_limit_bytes=None if host_memory is None else int(limits.host),
+        changes=_changes(c, facts, need, limits) if advise and not fits else [],
         **measured,
     )
 
@@ -244,7 +246,7 @@ def _compiled(
     in_files = run.engine.table.in_files
     try:
         compiled = compile_parts(LESS_MEMORY if in_files else ALL_MEMORY)
-        needed = _most(compiled, parts, "device_bytes", DEVICE)
+        needed = most_bytes(compiled, parts, "device_bytes", DEVICE)
         if not in_files and may_fit_in_less(needed, candidate.device_limit(gpu)):
             compiled = compile_parts(LESS_MEMORY)
     except Unserved as error:
@@ -257,12 +259,9 @@ def _compiled(
     parsed = [hlo.parse_module(x.text) for x in compiled]
     modules = [(stages.with_rounds(module, run, batch), part.times) for module, part in zip(parsed, parts, strict=True)]
 
-    if in_files:
-        machines = -(-c.gpus // gpu.in_a_machine(c.gpus))
-        in_order = [module for module, _ in modules]
-        simulated = file_time.SimulatedStep(in_order, run.mesh.shape, parts, machines, on_disks)
-    else:
-        simulated = prediction.of_one_program(parsed[0], run, batch)
+    machines = -(-c.gpus // gpu.in_a_machine(c.gpus))
+    of_files = parts if in_files else ()
+    simulated = prediction.simulated_step(parsed, run, batch, of_files, machines, on_disks)
     predicted = prediction.step_prediction(simulated, run, batch, gpu)
     if trace is not None and not predicted.not_predicted:
         prediction.write_trace(Path(trace), simulated.timeline(gpu, with_events=True), f"{c.gpus} x {gpu.name}")
@@ -273,9 +272,9 @@ def _compiled(
     return {
         "estimate": False,
         "xla": cuda_plugin.plugin_version_text(),
-        "device_bytes": _most(compiled, parts, "device_bytes", DEVICE),
+        "device_bytes": most_bytes(compiled, parts, "device_bytes", DEVICE),
         "device_temp_bytes": max(x.temp_bytes + x.output_bytes for x in compiled),
-        "host_bytes": _most(compiled, parts, "host_bytes", HOST) + run.store.places.kept // run.mesh.size,
+        "host_bytes": most_bytes(compiled, parts, "host_bytes", HOST) + run.store.places.kept // run.mesh.size,
         "host_temp_bytes": max(x.host_temp_bytes + x.host_output_bytes for x in compiled),
         "collectives": hlo.collectives(modules, mesh.shape),
         **copies,
@@ -286,7 +285,7 @@ def _compiled(
     }
 
 
-def _most(compiled: list[aot.Compiled], parts: list[Program], name: str, home: Home) -> int:
+def most_bytes(compiled: list[aot.Compiled], parts: list[Program], name: str, home: Home) -> int:
     """The largest of the programs' bytes in a memory, each with the state that is no argument of the program."""
     pairs = zip(compiled, parts, strict=True)
     return max(getattr(x, name) + bytes_per_device(part.others, home) for x, part in pairs)
@@ -331,16 +330,15 @@ def _with_textbook(found: list[hlo.CollectiveTotal], textbook: dict[tuple[str, s
     return rows
 
 
-def _changes(c: Config, gpu: Gpu, need: Memory, limit: Memory) -> list[str]:
+def _changes(c: Config, gpu: Gpu, need: Memory, limits: Memory) -> list[str]:
     """Changes of settings that would make it fit, by estimate.
 
     If the estimate for this config is below `need`, the difference is subtracted from what there is.
     """
     estimated = footprint.needs(c, c.gpus, "gpu", in_a_machine=gpu.in_a_machine(c.gpus))
-    device = limit.device - max(0, need.device - estimated.device)
-    host = limit.host - max(0, need.host - estimated.host)
-    limits = Memory(device, host, math.inf if c.nvme_path else 0)
-    found = remedies.proposals(search.Space(c, gpu, limits))
+    device = limits.device - max(0, need.device - estimated.device)
+    host = limits.host - max(0, need.host - estimated.host)
+    found = remedies.proposals(search.Space(c, gpu, Memory(device, host, limits.files)))
     lines = ["\n".join(proposal.lines()) for proposal in found]
     return [f"{'or ' if i else ''}{line}" for i, line in enumerate(lines)] or [remedies.NOTHING]
 

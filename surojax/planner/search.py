@@ -30,6 +30,7 @@ from typing import Any, NamedTuple
 
 from surojax.assembly.assemble import Assembly
 from surojax.config import checks
+from surojax.config.changes import Change, changed, differing
 from surojax.config.fields import Config, flat, names_with
 from surojax.config.sections import BatchSettings
 from surojax.declared import Facts, names_of
@@ -37,8 +38,7 @@ from surojax.errors import ConfigError
 from surojax.offloads import TO_DEVICE
 from surojax.planner import choices, roofline
 from surojax.planner.amounts import GiB, Memory
-from surojax.planner.candidate import Candidate, estimated, kept_of_gpu, kept_on_device, needed
-from surojax.planner.changes import Change, changed, differing
+from surojax.planner.candidate import Candidate, estimated, needed, storage_tiers
 from surojax.planner.disks import ASSUMED_DISKS, Disks
 from surojax.planner.footprint import Rows, assembly, by_class
 from surojax.planner.gpus import Gpu
@@ -138,7 +138,8 @@ class _Search:
         self.status = status
         self.most = most
         self.least_host = least_host
-        self.keep = {name: flat(space.config)[name] for name in space.keep}
+        own = flat(space.config)
+        self.keep = {name: own[name] for name in space.keep}
         self.tried = 0
         self.nearest: Candidate | None = None
         self.sampled: list[tuple[Change, float]] = []
@@ -269,9 +270,8 @@ class _Search:
             return math.floor((limits.device - need) * layers / max(1, sizes["weights"]))
 
         queue = []
-        offloads = choices.offloadable(c) if self.space.platform == "gpu" else ()
-        of_kind = ("placements", offloads, in_files)
-        for x in self.known(of_kind, lambda: choices.placements(c, offloads, in_files)):
+        offloads = self.known(("offloads",), lambda: choices.offloadable(c) if self.space.platform == "gpu" else ())
+        for x in self.known(("placements", in_files), lambda: choices.placements(c, offloads, in_files)):
             in_host = sum(sizes[row] for row in x.offloaded if row not in (*x.files, "weights")) - left(x)
             if self.space.gpu.in_a_machine(c.gpus) * in_host > limits.host:
                 continue
@@ -312,20 +312,18 @@ class _Search:
             change |= {"device_memory": self.keep["device_memory"]}
         if self.changes_kept(change):
             return None
-        tried, need = self.known(("placed", *change.items()), lambda: self.needed(change))
-        if need is None:
+        placed = self.known(("placed", *change.items()), lambda: self.placed(change))
+        if placed is None:
             return None
-        if stored.files and (gibs := self.room_in_memory(need)) and "files_in_memory" not in self.keep:
-            change |= {"files_in_memory": gibs}
-            tried = changed(tried, {"files_in_memory": gibs})
-            need = Memory(need.device, need.host + gibs * GiB, need.files - gibs * GiB)
-        if "device_memory" not in self.keep and (gibs := self.room_on_device(family, stored, need)):
-            change |= {"device_memory": gibs}
-            tried, need = self.needed(change)
-            assert need is not None, "device_memory is refused"
-        on_device = kept_on_device(self.run_of(change)[1]) if tried.device_memory else ()
-        stored = stored._replace(in_memory=kept_of_gpu(tried), on_device=on_device)
-        return Candidate(tried, change, need, roofline.phases(family.work, stored))
+        tried, run, need = placed
+        budget = "files_in_memory" if stored.files else "device_memory"
+        gibs = self.room_in_memory(need) if stored.files else self.room_on_device(family, stored, need)
+        if gibs and budget not in self.keep:
+            change |= {budget: gibs}
+            placed = self.placed(change)
+            assert placed is not None, f"{budget} is refused"
+            tried, run, need = placed
+        return Candidate(tried, change, need, roofline.phases(family.work, storage_tiers(tried, run)))
 
     def room_in_memory(self, need: Memory) -> float:
         """GiB of host memory that a placement with files leaves, at most what it has in files.
@@ -339,19 +337,20 @@ class _Search:
 
     def room_on_device(self, family: Family, stored: StorageTiers, need: Memory) -> float:
         """GiB of device memory that a placement leaves, at most what it has of `TO_DEVICE` in host memory."""
-        if stored.files:
-            return 0.0
         left = self.space.limits.device - (1 + UNCERTAIN) * need.device
         return in_steps(min(left, sum(family.work.sizes[row] for row in TO_DEVICE if row in stored.offloaded)))
 
-    def needed(self, change: Change) -> tuple[Config, Memory | None]:
-        """(the config with a change, the bytes that it needs by estimate); None if the checks refuse it."""
+    def placed(self, change: Change) -> tuple[Config, Assembly, Memory] | None:
+        """(the config with a change, the parts of its run, the bytes that it needs by estimate).
+
+        None if the checks refuse it.
+        """
         self.tried += 1
         try:
-            tried, _, rows = self.run_of(change)
+            tried, run, rows = self.run_of(change)
         except ConfigError:
-            return self.space.config, None
-        return tried, needed(tried, rows, self.space.gpu, self.space.platform)
+            return None
+        return tried, run, needed(tried, rows, self.space.gpu, self.space.platform)
 
     def run_of(self, change: Change) -> tuple[Config, Assembly, Rows]:
         """(the config with a change, the parts of its run, `footprint.by_class` of it).

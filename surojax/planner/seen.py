@@ -14,28 +14,27 @@ by the median of the values of that kind of GPU, one for each settings. The fact
 (`Rates.slower`), so simulation and estimate share it.
 """
 
-import contextlib
 import dataclasses
 import datetime
 import hashlib
 import importlib.metadata
 import json
 import math
-import os
 import statistics
-import tempfile
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from surojax.config.fields import Config, set_fields
 from surojax.declared import Facts
 from surojax.errors import ConfigError
-from surojax.own_files import read_own
+from surojax.own_files import Optional, read_own, write_whole
 from surojax.placement import cuda_plugin
 from surojax.planner.gpus import GB, Gpu, find_gpu
-from surojax.planner.prediction import Prediction
-from surojax.planner.rates import ENDS, HERE, LATENCIES, RATES, TOGETHER, Seen, Span
+from surojax.planner.rates import HERE, LATENCIES, RATES, UNCERTAIN, Seen, Span
 from surojax.untrusted import expanded
+
+if TYPE_CHECKING:
+    from surojax.planner.prediction import Prediction
 
 VERSION = 1
 STEP = "step"
@@ -46,6 +45,16 @@ LEAST_STEPS = 5  # measured ones, after the first, whose median is written
 MEASURED_ENDS = 0.03  # relative, of a single rate
 PACKAGES = ("surojax", "jax", "jaxlib")
 PLUGIN = "CUDA plugin"  # among the versions of an entry
+ENTRY = {
+    "device_kind": str,
+    "rate": str,
+    "date": str,
+    "value": float,
+    "versions": Optional({str: str}),
+    "settings": Optional(str),
+    "replaced": Optional([str]),
+}
+FORM = {"version": range(VERSION, VERSION + 1), "entries": [ENTRY]}  # of the file
 
 
 def settings_key(c: Config, gpus: int) -> str:
@@ -77,7 +86,7 @@ def corrected(gpu: Gpu, path: str, settings: str = "") -> Gpu:
     said = [f"{', '.join(single)} measured"] * bool(single) + [of_step] * bool(values)
     note = f"corrected: {' and '.join(said)} here (to {mine[-1]['date']}, {path}){_of_other_plugins(mine)}"
     span = Span(1 - MEASURED_ENDS, 1 + MEASURED_ENDS, HERE)
-    ends = {name: span for name in ENDS | {"products": 0} if set(TOGETHER.get(name, (name,))) <= single.keys()}
+    ends = {name: span for name, rate in UNCERTAIN.items() if set(rate.fields) <= single.keys()}
     rates = dataclasses.replace(gpu.rates, **single)
     seen = Seen(factor, same, tuple(sorted(single)), note)
     return dataclasses.replace(gpu, rates=rates.slower(factor), ends=dict(gpu.ends) | ends, seen=seen)
@@ -86,12 +95,12 @@ def corrected(gpu: Gpu, path: str, settings: str = "") -> Gpu:
 def _of_other_plugins(entries: Sequence[dict[str, Any]]) -> str:
     """Returns a remark if steps were measured with another CUDA plugin than the installed one; "" if not."""
     installed = cuda_plugin.plugin_version_text()
-    plugins = {x["versions"].get(PLUGIN) for x in entries if x["rate"] == STEP and isinstance(x.get("versions"), dict)}
+    plugins = {x.get("versions", {}).get(PLUGIN) for x in entries if x["rate"] == STEP}
     others = sorted(str(version) for version in plugins - {installed, None})
     return f"; with XLA of the CUDA plugin {', '.join(others)}, while {installed} is installed here" if others else ""
 
 
-def of_run(c: Config, devices: Sequence[Any], predicted: Prediction, durations_s: Sequence[float]) -> str:
+def of_run(c: Config, devices: Sequence[Any], predicted: "Prediction", durations_s: Sequence[float]) -> str:
     """Writes what the steps of a run took, if they ran on a GPU and were predicted; returns a line that says so, or "".
 
     A step with files says less of a GPU than of its disks, and is left out.
@@ -144,7 +153,7 @@ def record_rate(path: str, device_kind: str, rate: str, value: float) -> str:
     correct no predictions with it. path: "" writes nothing. See `of_run` for errors.
     """
     entry = _entry(device_kind, 1, rate, value)
-    if not path or not _is_entry(entry):
+    if not path or not _is_possible(rate, entry["value"]):
         return ""
     return _add(path, entry, ("device_kind", "rate")) or f"written: {value:.2f}; plan and fit read {path}"
 
@@ -164,7 +173,7 @@ def record_disk(path: str, folder: str, rates: DiskRates) -> str:
     if not path:
         return ""
     entries = [_entry(folder, 0, rate, value / GB) for rate, value in zip(DISK_RATES, rates, strict=True)]
-    if not all(map(_is_entry, entries)):  # which would make the file unreadable
+    if not all(_is_possible(x["rate"], x["value"]) for x in entries):  # which would make the file unreadable
         return "note: what was measured is not written: no disk has such rates"
     for entry in entries:
         if note := _add(path, entry, ("device_kind", "rate")):
@@ -194,7 +203,9 @@ def _add(path: str, entry: dict[str, Any], this: Sequence[str]) -> str:
     """Adds an entry to the file, in place of those with the same values of `this`; returns why not, or ""."""
     try:
         others = [x for x in _read(path) if any(x.get(name) != entry[name] for name in this)]
-        _write(path, [*others, entry][-MOST_ENTRIES:])
+        file = expanded(path)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(file, {"version": VERSION, "entries": [*others, entry][-MOST_ENTRIES:]}, indent=1)
     except (ConfigError, OSError) as error:
         return f"note: what was measured is not written: {error}"
     return ""
@@ -221,42 +232,20 @@ def _read(path: str) -> list[dict[str, Any]]:
         )
 
     try:
-        measurements = read_own(file, {"version": range(VERSION, VERSION + 1), "entries": [dict]}, MOST_BYTES)
+        entries = read_own(file, FORM, MOST_BYTES)["entries"]
     except (OSError, ValueError) as error:
         raise bad(getattr(error, "strerror", None) or str(error)) from error
-    for number, entry in enumerate(measurements["entries"]):
-        if not _is_entry(entry):
+    for number, entry in enumerate(entries):
+        lacks = {"settings", "replaced"} - entry.keys() if entry["rate"] == STEP else set()
+        if lacks or not _is_possible(entry["rate"], entry["value"]):
             raise bad(f"entry {number} is none")
-    return measurements["entries"]
+    return entries
 
 
-def _is_entry(entry: Any) -> bool:
-    """Returns True if a value of the file is an entry, with a number that a rate can have."""
-    if not isinstance(entry, dict) or type(entry.get("value")) not in (int, float):
-        return False
-    texts = ("device_kind", "rate", "date", *(["settings"] if entry.get("rate") == STEP else []))
-    if not all(isinstance(entry.get(name), str) for name in texts):
-        return False
-    if entry["rate"] == STEP:
-        names = entry.get("replaced")
-        known = isinstance(names, list) and all(isinstance(name, str) for name in names)
-        return known and 0.01 < entry["value"] < 100
-    if entry["rate"] in DISK_RATES:
-        return 0 < entry["value"] < 1e3
-    return entry["rate"] in RATES and 0 < entry["value"] < (1 if entry["rate"] in LATENCIES else 10)
-
-
-def _write(path: str, entries: list[dict[str, Any]]) -> None:
-    """Writes the file whole, or not at all. Raises OSError."""
-    file = expanded(path)
-    file.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=file.parent, prefix=f".{file.name}.")
-    try:
-        with os.fdopen(handle, "w") as written:
-            json.dump({"version": VERSION, "entries": entries}, written, indent=1)
-            written.write("\n")
-        os.replace(name, file)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(name)
-        raise
+def _is_possible(rate: str, value: float) -> bool:
+    """Returns True if a rate of the file can have this value."""
+    if rate == STEP:
+        return 0.01 < value < 100
+    if rate in DISK_RATES:
+        return 0 < value < 1e3
+    return rate in RATES and 0 < value < (1 if rate in LATENCIES else 10)

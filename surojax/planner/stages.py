@@ -49,8 +49,7 @@ def slowest(run: Assembly) -> int:
 
 def bubble(run: Assembly, microbatches: int) -> float:
     """The fraction of a step in which a stage idles, without embedding and head; 0 without stages."""
-    stages = pipeline_stages(run.mesh)
-    return SCHEDULES[run.engine.pp_schedule](microbatches, stages).bubble() if stages > 1 else 0.0
+    return SCHEDULES[run.engine.pp_schedule](microbatches, pipeline_stages(run.mesh)).bubble()
 
 
 def with_rounds(module: hlo.Module, run: Assembly, batch: BatchShape, *, lockstep: bool = False) -> hlo.Module:
@@ -59,17 +58,21 @@ def with_rounds(module: hlo.Module, run: Assembly, batch: BatchShape, *, lockste
     lockstep: rounds of which stages take the time, see the second answer above.
     """
     stages = pipeline_stages(run.mesh)
-    if run.mesh.shape.get(EXPERT, 1) > 1:
-        module = _with_even_choices(module, run, batch)
-    if stages == 1:
+    of_experts = _even_choices(run, batch) if run.mesh.shape.get(EXPERT, 1) > 1 else {}
+    if stages == 1 and not of_experts:
         return module
     microbatches = batch.microbatches
     schedule = SCHEDULES[run.engine.pp_schedule](microbatches, stages)
     in_any = microbatches + stages - 1  # ticks in which any stage has a microbatch, in one direction
     of_stages = layer_sizes.patterns(run).of_stages
 
-    def rounds(body: list[hlo.Instruction]) -> Fraction:
-        """Counts the rounds of a loop over layers, of a move of activations, or of another kind."""
+    def rounds(body: list[hlo.Instruction]) -> Fraction | None:
+        """Counts the rounds of a loop over tokens of others, over layers, of a move of activations, or another one."""
+        for scope, number in of_experts.items():
+            if any(scope.search(i.attributes) for i in body):
+                return Fraction(number)
+        if stages == 1:
+            return None
         if not any(PASS.search(i.attributes) for i in body):
             moves = any(i.opcode.startswith("collective-permute") for i in body)
             return Fraction(in_any if moves else microbatches, schedule.ticks)
@@ -84,17 +87,12 @@ def with_rounds(module: hlo.Module, run: Assembly, batch: BatchShape, *, lockste
     return hlo.with_rounds(module, rounds)
 
 
-def _with_even_choices(module: hlo.Module, run: Assembly, batch: BatchShape) -> hlo.Module:
-    """The module with the rounds of loops over tokens of other devices, as if all experts were chosen evenly."""
+def _even_choices(run: Assembly, batch: BatchShape) -> dict[re.Pattern[str], int]:
+    """Rounds of the loops over tokens of other devices if all experts are chosen evenly, by the loops' scope."""
     n = run.mesh.shape[EXPERT]
     tokens = batch.tokens // run.mesh.shape.get(CONTEXT, 1) // run.model.compute.sequence_chunks
     experts, chosen = choices_of(next(segment for segment in run.model.segments if segment.statistics))
-
-    def rounds(body: list[hlo.Instruction]) -> Fraction | None:
-        if any(SENT.search(i.attributes) for i in body):
-            return Fraction(expert_dispatch.even_rounds(experts, chosen, n, tokens))
-        if any(IN_PIECES.search(i.attributes) for i in body):
-            return Fraction(grouped.choice_pieces(tokens * chosen, experts // n))
-        return None
-
-    return hlo.with_rounds(module, rounds)
+    return {
+        SENT: expert_dispatch.even_rounds(experts, chosen, n, tokens),
+        IN_PIECES: grouped.choice_pieces(tokens * chosen, experts // n),
+    }

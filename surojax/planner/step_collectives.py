@@ -214,7 +214,7 @@ def _vocabulary(run: Assembly, batch: BatchShape) -> Iterator[StepCollective]:
     k, chunks = batch.microbatches, run.engine.lmhead_chunks
     if axes := run.engine.vocabulary_axes:
         tokens = batch.tokens // (devices_per_sequence(run.mesh) * pipeline_stages(run.mesh))
-        others = math.prod(run.mesh.shape[axis] for axis in axes) - 1
+        others = layer_sizes.devices(run, axes) - 1
         x = others * tokens * run.model.hidden_size * itemsize(run, "weights")
         ids = others * tokens * 4
         sums = 2 * 2 * ids  # largest logit and sum of exponentials, float32
@@ -368,7 +368,7 @@ def _shared(run: Assembly, part: str, t: TensorOnGpu, number_bytes: float, times
     """
     divided = (*t.master.layers, *t.master.computed_axes)
     axes = tuple(axis for axis in (PIPELINE, *TENSOR) if axis in run.mesh.shape and axis not in divided)
-    n = math.prod(run.mesh.shape[axis] for axis in axes)
+    n = layer_sizes.devices(run, axes)
     if n > 1:
         yield StepCollective(part, "all-reduce", _joined(run, axes), 2 * (n - 1) / n * number_bytes * t.elements, times)
 
@@ -387,7 +387,7 @@ def _whole_matrix(run: Assembly, t: TensorOnGpu) -> Iterator[StepCollective]:
     axes_of_dims = [[axis for axis in entry if run.mesh.shape[axis] > 1] for entry in map(mesh_axes, stored)]
     devices = math.prod(run.mesh.shape[axis] for axes in axes_of_dims for axis in axes)
     for axes in axes_of_dims:
-        n = math.prod(run.mesh.shape[axis] for axis in axes)
+        n = layer_sizes.devices(run, axes)
         along = "+".join(axes)  # named by `hlo.collectives` in this order
         if axes and together == 1:
             yield StepCollective("once", "all-gather", along, groups * work * gathered * (n - 1))

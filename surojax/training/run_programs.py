@@ -15,7 +15,7 @@ from surojax.parallel.feed import Feed
 from surojax.placement.mesh import own_device
 from surojax.planner import traffic
 from surojax.planner.candidate import RESERVE
-from surojax.planner.check_fit import compiled_bytes, memory_limit
+from surojax.planner.check_fit import memory_limit
 from surojax.planner.footprint import host_temporaries
 from surojax.run.console import working
 from surojax.training.evaluation import Evaluation
@@ -67,6 +67,15 @@ def compile_step(c: Config, run: Assembly, devices: list[Any], lowered, changes:
     if np.any(multihost_utils.process_allgather(np.array(may_fit_in_less(needed, limit - RESERVE)))):
         compiled = compiled_for(LESS_MEMORY)
     return compiled
+
+
+def compiled_bytes(compiled) -> int | None:
+    """Bytes of device memory that a compiled step needs; None for one of several programs (state in files)."""
+    planned = compiled.memory_analysis()
+    if planned is None:
+        return None
+    results = planned.output_size_in_bytes - planned.alias_size_in_bytes
+    return planned.argument_size_in_bytes + planned.temp_size_in_bytes + results
 
 
 def compile_programs(

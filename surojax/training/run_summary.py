@@ -1,7 +1,8 @@
-"""Prints a run's size and predicted time before it starts, and a sample of its text at the end."""
+"""Prints a run's size and predicted time before it starts; at the end what it took, and a sample of its text."""
 
 import itertools
 import shlex
+import statistics
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -37,12 +38,12 @@ from surojax.planner import (
     seen,
     traffic,
 )
-from surojax.planner.amounts import summed
+from surojax.planner.amounts import gib, summed
 from surojax.planner.disks import MEASURED_HERE, Disks
-from surojax.planner.file_time import SimulatedStep
 from surojax.planner.footprint import Rows, estimate_host
 from surojax.planner.prediction import Prediction
 from surojax.run.console import say
+from surojax.training.run_programs import compiled_bytes
 
 PAGE, TRACE = "report.html", "trace.json"
 LONGEST_PROMPT = 512  # tokens of a prompt that is sampled from at the end
@@ -131,13 +132,11 @@ def print_prediction(
     except ConfigError as error:
         say(f"note: {error}")
     try:
-        if run.store.is_empty:
-            simulated = prediction.of_one_program(hlo.parse_module(compiled.as_text()), run, batch)
-        else:
-            parts = compiled.compiled_programs()
-            modules = [hlo.parse_module(part.function.as_text()) for part in parts]
-            disks = Disks(disk.reads, disk.writes, MEASURED_HERE)
-            simulated = SimulatedStep(modules, run.mesh.shape, parts, jax.process_count(), disks)
+        parts = [] if run.store.is_empty else compiled.compiled_programs()
+        functions = [part.function for part in parts] or [compiled]
+        modules = [hlo.parse_module(function.as_text()) for function in functions]
+        disks = Disks(disk.reads, disk.writes, MEASURED_HERE)
+        simulated = prediction.simulated_step(modules, run, batch, parts, jax.process_count(), disks)
         predicted = prediction.step_prediction(simulated, run, batch, gpu)
         if trace and not predicted.not_predicted:
             prediction.write_trace(trace, simulated.timeline(gpu, with_events=True), f"{len(devices)} x {gpu.name}")
@@ -153,6 +152,47 @@ def print_prediction(
     if predicted.launch_bound:
         say(planned.launches(predicted))
     return predicted
+
+
+def comparison(predicted: Prediction, durations_s: Sequence[float], tokens: int) -> str:
+    """A line with measured beside predicted tokens/s of all GPUs; "" if nothing was predicted or measured.
+
+    durations_s: of steps; their median is compared, without the first one if there are others. tokens: of a step.
+    """
+    if predicted.predicted_step_s is None or predicted.predicted_range_s is None or not durations_s:
+        return ""
+    seconds = statistics.median(durations_s[1:] or durations_s)
+    low, high = (tokens / t for t in reversed(predicted.predicted_range_s))
+    expected = tokens / predicted.predicted_step_s
+    ratio = tokens / seconds / expected
+    return (
+        f"tok/s: measured {tokens / seconds:,.0f}, predicted {expected:,.0f} ({low:,.0f} to {high:,.0f}), "
+        f"measured / predicted {ratio:.2f}"
+    )
+
+
+def peak_bytes(device) -> int | None:
+    """The most bytes of a device's memory that were in use so far; None on CPUs and if the device does not say."""
+    stats = device.memory_stats() if device.platform != "cpu" else None
+    return (stats or {}).get("peak_bytes_in_use")
+
+
+def compare(need: dict[str, int], compiled, device) -> str | None:
+    """A line that compares the estimate, the bytes that XLA planned for a compiled step, and the device's peak use.
+
+    None on devices that do not report their peak (CPUs). The peak is that of the process, with initialisation and
+    evaluation. XLA's bytes are left out for a step of several programs (state in files).
+    """
+    peak, total, estimated = peak_bytes(device), compiled_bytes(compiled), sum(need.values())
+    if peak is None:
+        return None
+    planned = "" if total is None else f", compiled {gib(total)}"
+    line = (
+        f"memory per device: estimated {gib(estimated)}{planned}, at most in use {gib(peak)} (initialisation and "
+        "evaluation included)"
+    )
+    low = 0.0 if total is None else total / estimated - 1
+    return f"{line}; note: the estimate was {low:.0%} too low" if low > 0.1 else line
 
 
 def write_page(

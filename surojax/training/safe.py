@@ -14,12 +14,12 @@ from typing import Any, NamedTuple
 import jax
 
 from surojax.cluster.watch import OF_A_PEER
+from surojax.config.changes import changed, differing, flags
 from surojax.config.fields import Config
 from surojax.declared import declared
 from surojax.errors import CheckpointError, ConfigError, StepError
 from surojax.numerics.recipes import BLOCK_SCALED
 from surojax.placement.table import Storage
-from surojax.planner.changes import changed, differing, flags
 from surojax.refusals.features import BY_LAYER
 
 DOCTORS_REPORT = Path("~/.cache/surojax/doctor.json")  # of the newest `surojax doctor` of this user

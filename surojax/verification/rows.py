@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 
 from surojax.assembly.xla_options import EXACT, OVERLAP
 from surojax.config import Config, checks
+from surojax.config.changes import changed
 from surojax.errors import ConfigError
 from surojax.exchange.sources import resolved
 from surojax.memory.layer_file import folders
 from surojax.placement.mesh import find_devices
-from surojax.planner.changes import changed
 from surojax.resources import cores
 from surojax.verification.bounds import Bound, Curve, expected_bounds, judge
 from surojax.verification.row_batches import make_batches
