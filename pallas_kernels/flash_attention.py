@@ -79,6 +79,20 @@ def channel_parts(head_dim: int, value_dim: int) -> int:
     return pl.cdiv(max(head_dim, value_dim), PART)
 
 
+def multiplied_channels(head_dim: int, value_dim: int) -> tuple[int, int, int]:
+    """Returns the channels of all products of the kernels of o, of dq, and of dk and dv; each part has the scores'."""
+    parts = channel_parts(head_dim, value_dim)
+    both = head_dim + value_dim
+    return parts * head_dim + value_dim, parts * both + head_dim, (parts + 1) * both
+
+
+def repeated_products(head_dim: int, value_dim: int) -> tuple[float, float]:
+    """Returns the FLOPs of the kernels, (forward, backward), relative to those of two products and of five."""
+    forward, *backward = multiplied_channels(head_dim, value_dim)
+    both = head_dim + value_dim
+    return forward / both, sum(backward) / (2.5 * both)
+
+
 class ScoreSettings(NamedTuple):
     """The settings of `attention` that determine a score and how far back a query sees."""
 

@@ -363,11 +363,8 @@ def kernel_attention_flops(operands: Sequence[str]) -> tuple[float, bool]:
     else:
         (_, keys, *_), (*_, of_values), (rows, queries, heads, width) = shapes[:3]
     scores = rows * heads * queries * (keys - queries / 2)
-    repeated = flash_attention.channel_parts(width, of_values)  # each part of the channels computes the scores
-    channels = {
-        4: repeated * width + of_values,
-        8: repeated * (width + of_values) + width,
-    }.get(len(shapes), (repeated + 1) * (width + of_values))
+    forward, of_queries, of_keys = flash_attention.multiplied_channels(width, of_values)
+    channels = {4: forward, 8: of_queries}.get(len(shapes), of_keys)
     return 2.0 * scores * channels, len(shapes) > 4
 
 

@@ -15,7 +15,7 @@ from surojax.memory.host import parts
 from surojax.memory.in_file import InFiles
 from surojax.models.grouped import blocks_in_piece, choice_pieces, number_of_blocks, rows_of_block, why_by_loop
 from surojax.models.kinds.experts import choices_of
-from surojax.models.kinds.sublayer import OnGpu
+from surojax.models.kinds.sublayer import KernelBytes, OnGpu
 from surojax.models.lora import adapters
 from surojax.models.model import Model, Recompute, Segment
 from surojax.numerics import quantized
@@ -232,7 +232,8 @@ class SegmentBytes(NamedTuple):
 
     def values(self, recompute_factor: float) -> int:
         """Bytes of values while a block is differentiated."""
-        return int(recompute_factor * self.saved) + self.attention + self.sequence + self.received_sums + self.rows
+        of_experts = self.received_sums + self.rows  # gone when attention is differentiated
+        return int(recompute_factor * self.saved) + max(self.attention + self.sequence, of_experts)
 
 
 def segment_bytes(run: Assembly, segment: Segment, x: jax.ShapeDtypeStruct, platform: str) -> SegmentBytes:
@@ -313,11 +314,23 @@ def _block_bytes(
     structure = jax.tree.structure(segment.params)
     mesh = run.mesh if devices_per_sequence(run.mesh) > 1 or EXPERT in run.mesh.shape else None
     saved = _traced_residuals(model, segment, shapes, structure, mesh, x.shape, x.dtype)
-    window = any(variant.window for variant in segment.variants)
-    space = segment.mixer.space(
-        model.compute, _on_gpu(run, x, chunks), gpu=platform != "cpu", packed=packed, window=window
-    )
+    space = kernel_bytes(run, model, segment, x, platform, packed, chunks)
     return BlockBytes(saved + space.saved, space.working, space.scores)
+
+
+def kernel_bytes(
+    run: Assembly,
+    model: Model,
+    segment: Segment,
+    x: jax.ShapeDtypeStruct,
+    platform: str,
+    packed: bool,
+    chunks: int = 1,
+) -> KernelBytes:
+    """The `KernelBytes` of a segment's mixer. chunks: see `_block_bytes`."""
+    window = any(variant.window for variant in segment.variants)
+    how: Any = {"gpu": platform != "cpu", "packed": packed, "window": window}
+    return segment.mixer.space(model.compute, _on_gpu(run, x, chunks), **how)
 
 
 def _on_gpu(run: Assembly, x: jax.ShapeDtypeStruct, chunks: int) -> OnGpu:
