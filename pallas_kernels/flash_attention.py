@@ -61,6 +61,7 @@ PART = (
     128  # channels that a program computes at most: two gradients of a tile of keys with more do not fit into registers
 )
 LARGEST_HEAD = 2 * PART
+WINDOW = "window_"  # in the names of the kernels' operations, with the window: what a program's FLOPs depend on
 HEADS = f"16-bit heads of a multiple of 16 up to {PART} channels, of 32 up to {LARGEST_HEAD}"
 
 
@@ -394,7 +395,8 @@ def attention(
     got = f"{q.dtype} of {sizes[0]}" + ("" if sizes[0] == sizes[1] else f", values of {sizes[1]}")
     if dispatch.runs_kernel("attention", implementation, fits(q.dtype, *sizes), f"expected {HEADS}", got):
         sinks = sinks if sinks is None else mark_varying(sinks, varying_axes(q))
-        return _attention(q, k, v, starts, sinks, rule, interpret)
+        with jax.named_scope(f"{WINDOW}{window}"):
+            return _attention(q, k, v, starts, sinks, rule, interpret)
     return reference(q, k, v, starts, rule, sinks)
 
 
