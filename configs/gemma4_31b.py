@@ -4,7 +4,7 @@
 
 Five of six layers have a window of 1,024 tokens and heads of 256; the others heads of 512, which no flash attention
 takes: XLA computes their attention, with S x S scores in memory. As compiled for an RTX 4090, not run: 21.4 GiB,
-1.2 GiB of host memory, and 30.2 s a step of 16,384 tokens; set XLA_PYTHON_CLIENT_MEM_FRACTION=0.95.
+1.2 GiB of host memory, and 29.5 s a step of 16,384 tokens; set XLA_PYTHON_CLIENT_MEM_FRACTION=0.95.
 """
 
 from surojax.config import default_config

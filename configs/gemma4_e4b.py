@@ -3,7 +3,7 @@
     surojax train --config gemma4_e4b --config.model_path=MODEL --config.data=chats.jsonl
 
 Of 7.5B parameters 2.8B are the layers' tables, which rest in host memory with their layers. As compiled for an RTX
-4070, not run: 8.8 GiB, 91.7 GiB of host memory, and 17.9 s a step of 16,384 tokens; set
+4070, not run: 8.8 GiB, 91.7 GiB of host memory, and 17.1 s a step of 16,384 tokens; set
 XLA_PYTHON_CLIENT_MEM_FRACTION=0.95. With 64 GiB and disks, set offload_optimizer and offload_master to "nvme", and
 nvme_path to a folder of each disk.
 """

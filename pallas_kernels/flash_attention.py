@@ -61,6 +61,7 @@ PART = (
     128  # channels that a program computes at most: two gradients of a tile of keys with more do not fit into registers
 )
 LARGEST_HEAD = 2 * PART
+WINDOW = "window_"  # in the names of the kernels' operations, with the window: what a program's FLOPs depend on
 HEADS = f"16-bit heads of a multiple of 16 up to {PART} channels, of 32 up to {LARGEST_HEAD}"
 
 
@@ -77,6 +78,20 @@ def fits(dtype, head_dim: int, value_dim: int = 0) -> bool:
 def channel_parts(head_dim: int, value_dim: int) -> int:
     """Returns the number of parts of the channels; each part has its own programs."""
     return pl.cdiv(max(head_dim, value_dim), PART)
+
+
+def multiplied_channels(head_dim: int, value_dim: int) -> tuple[int, int, int]:
+    """Returns the channels of all products of the kernels of o, of dq, and of dk and dv; each part has the scores'."""
+    parts = channel_parts(head_dim, value_dim)
+    both = head_dim + value_dim
+    return parts * head_dim + value_dim, parts * both + head_dim, (parts + 1) * both
+
+
+def repeated_products(head_dim: int, value_dim: int) -> tuple[float, float]:
+    """Returns the FLOPs of the kernels, (forward, backward), relative to those of two products and of five."""
+    forward, *backward = multiplied_channels(head_dim, value_dim)
+    both = head_dim + value_dim
+    return forward / both, sum(backward) / (2.5 * both)
 
 
 class ScoreSettings(NamedTuple):
@@ -380,7 +395,8 @@ def attention(
     got = f"{q.dtype} of {sizes[0]}" + ("" if sizes[0] == sizes[1] else f", values of {sizes[1]}")
     if dispatch.runs_kernel("attention", implementation, fits(q.dtype, *sizes), f"expected {HEADS}", got):
         sinks = sinks if sinks is None else mark_varying(sinks, varying_axes(q))
-        return _attention(q, k, v, starts, sinks, rule, interpret)
+        with jax.named_scope(f"{WINDOW}{window}"):
+            return _attention(q, k, v, starts, sinks, rule, interpret)
     return reference(q, k, v, starts, rule, sinks)
 
 

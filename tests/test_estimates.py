@@ -102,17 +102,18 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "preferences": ("h100", {"objective": "dpo"}),
 }
 BY_TP, BY_CP = {"gpus": 4, "tp_size": 2, "zero_level": 3}, LONG | {"gpus": 2, "cp_size": 2}
+FROZEN = {"lora": True, "lora_rank": 2, "qlora_fp8": True, "offload_weights": True, "offload_residual": True}
 PLACED = {  # a family with mixers and MLPs of its own, and how its model of exports.py is placed
     "qwen3_5_moe_text": ({}, BY_TP, BY_CP),
     "qwen3_next": (OFFLOADED, {"recompute_block": False}),
     "nemotron_h": ({}, BY_CP, OFFLOADED),
     "granitemoehybrid": ({}, BY_TP, BY_CP),
     "lfm2_moe": ({}, BY_CP, ZERO3),
-    "deepseek_v3": ({}, BY_TP, BY_CP),
+    "deepseek_v3": ({}, BY_TP, BY_CP, FROZEN | ZERO3 | {"ep_size": 4}),
     "deepseek_v2": (OFFLOADED, {"attention": "xla"}),
     "gpt_oss": ({}, BY_TP),
     "gemma3_text": ({}, BY_CP),
-    "gemma4_text inputs": ({}, OFFLOADED),
+    "gemma4_text inputs": ({}, OFFLOADED, FROZEN),
 }
 CASES |= {
     f"{family}, {i}": ("h100", {"family": family} | placed)

@@ -19,6 +19,7 @@ from pallas_kernels import nvfp4_format
 from surojax.models.grouped import blocks_in_piece, blocks_of, sum_of_experts
 from surojax.models.kinds import experts
 from surojax.models.linear_fp8 import InFloat8
+from surojax.models.lora import Lora
 from surojax.models.model import Compute
 from surojax.models.operations import Operations
 from surojax.numerics.recipes import Precision
@@ -97,25 +98,36 @@ def test_parts_of_the_experts_compute_what_all_of_them_do():
         assert all(not np.asarray(gradient)[unused].any() for gradient in found[1][0].values())
 
 
-@needs(4)
+WITH_BIAS = {"expert_bias": True}
+WITHOUT_GATE = {  # of Nemotron-H
+    "layer_types": "full_attention,experts",
+    "one_purpose": True,
+    "hidden_act": "relu2",
+    "lora": Lora(4, 8.0, ("attention.wq", "mlp.w_up", "mlp.w_down")),
+}
+
+
+@needs(8)
 @pytest.mark.parametrize(
-    "placed",
+    "changes, devices, placed",
     quick_at(
         [
-            ({"ep_size": 2, "zero_level": 3},),
-            ({"ep_size": 4, "zero_level": 1, "recompute_block": False},),
-            ({"ep_size": 4, "zero_level": 3, **ALL},),
-            ({"ep_size": 2, "zero_level": 2, "replicate": 2},),
-        ]
+            (WITH_BIAS, 4, {"ep_size": 2, "zero_level": 3}),
+            (WITH_BIAS, 4, {"ep_size": 4, "zero_level": 1, "recompute_block": False}),
+            (WITH_BIAS, 4, {"ep_size": 4, "zero_level": 3, **ALL}),
+            (WITH_BIAS, 4, {"ep_size": 2, "zero_level": 2, "replicate": 2}),
+            (WITHOUT_GATE, 8, {"ep_size": 2, "tp_size": 2, "zero_level": 3}),
+        ],
     ),
 )
-def test_loss_and_gradients_are_those_of_one_device(placed):
+def test_loss_and_gradients_are_those_of_one_device(changes, devices, placed):
     """With the routers' losses, of all tokens of the step."""
-    config = dataclasses.replace(EIGHT, expert_bias=True)
+    config = dataclasses.replace(EIGHT, **changes)
     batch = tokens(2, 8, 16)
     losses = {"auxiliary": BOTH, "microbatches_per_fetch": 2}
-    loss, grads = engine_gradients(Small(4, config=config, **losses, **placed), batch)
+    loss, grads = engine_gradients(Small(devices, config=config, **losses, **placed), batch)
     wanted_loss, wanted = engine_gradients(Small(config=config, **losses), batch)
+    assert all(np.abs(gradient).max() > 0 for gradient in jax.tree.leaves(wanted))
     assert loss == pytest.approx(wanted_loss, rel=ORDER_OF_SUMS)
     assert worst_relative(grads, wanted) < ORDER_OF_SUMS
 

@@ -210,15 +210,22 @@ def test_attention_counts_causal_products():
         '  %t = bf16[1,64,4,32]{3,2,1,0} custom-call(%a), custom_call_target="__cudnn$fmhaSoftmaxNAME", '
         'backend_config={"dimensions": ["1", "4", "64", "64"], "mask_type": "CAUSAL"}'
     )
-    flops = 4 * (4 * 64 * 64) * 64 / 2  # two products; %a has 64 channels
+    flops = 4 * (4 * 64 * 64) * 64 / 2  # two products of 4 heads; %a has 64 channels
     forward, backward = (simulated(program(line.replace("NAME", name))).seconds for name in ("", "Backward"))
     assert forward == pytest.approx(flops / (0.5 * GPU.bf16_flops))
     assert backward == pytest.approx(2.5 * flops / (0.25 * GPU.bf16_flops))
+    in_window = line.replace('CAUSAL"', 'CAUSAL", "sliding_window_length":16').replace("NAME", "")
+    left = 1 - (48 / 64) ** 2  # of the triangle
+    assert simulated(program(in_window)).seconds == pytest.approx(left * flops / (0.5 * GPU.bf16_flops))
 
 
-@pytest.mark.parametrize("of_values, parts", [(64, 1), (192, 2)])
-def test_attention_by_our_kernel_counts_causal_products(of_values, parts):
-    """Two products forward, three for dq, four for dk and dv; those for scores once for each part of the channels."""
+@pytest.mark.parametrize("of_values, parts, window", [(64, 1, 0), (192, 2, 16), (64, 1, 64)])
+def test_attention_by_our_kernel_counts_causal_products(of_values, parts, window):
+    """Two products forward, three for dq, four for dk and dv; those for scores once for each part of the channels.
+
+    Of the triangle of 64 x 64 scores a window of 16 leaves out one of 48 x 48.
+    """
+    scores = (64 * 64 - 48 * 48 * (window == 16)) / 2
     q, k, v, do = "[1,64,4,32]", "[1,64,2,32]", f"[1,64,2,{of_values}]", f"[1,64,4,{of_values}]"
     kT, vT, n = "[1,2,32,64]", f"[1,2,{of_values},64]", "[1,64]"
     calls = {
@@ -231,10 +238,11 @@ def test_attention_by_our_kernel_counts_causal_products(of_values, parts):
         names = ", ".join(f"%x{i}" for i in range(len(operands)))
         attributes = 'custom_call_target="mosaic_gpu_v2", metadata={op_name="NAME"}'
         line = f"{given}\n  %t = bf16[1] custom-call({names}), {attributes}"
-        for name in ("jit(f)/attention/kernel/mpmd_map", "jit(f)/transpose(jvp(attention))/kernel/mpmd_map"):
+        forward = f"jit(f)/jvp(window_{window})/attention/kernel/mpmd_map"
+        for name in (forward, f"jit(f)/checkpoint/window_{window}/transpose(jvp(attention))/kernel/mpmd_map"):
             rate = 0.5 if len(operands) == 4 else 0.25
             seconds = simulated(program(line.replace("NAME", name))).seconds
-            assert seconds == pytest.approx(2 * 4 * 64 * 64 / 2 * channels / (rate * GPU.bf16_flops)), operands
+            assert seconds == pytest.approx(2 * 4 * scores * channels / (rate * GPU.bf16_flops)), operands
 
 
 def test_an_asynchronous_pair_overlaps():

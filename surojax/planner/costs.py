@@ -300,7 +300,8 @@ def _library_call(p: ProgramOnGpu, i: Instruction, computation) -> tuple[str, fl
         flops, backward = attention_flops(i, operands[:3])
         return ATTENTION, attention_time(p.gpu, flops, backward=backward) + p.gpu.rates.launch
     if re.search(r'op_name="[^"]*\battention\)*/kernel\b', i.attributes):
-        flops, backward = kernel_attention_flops(operands)
+        window = re.search(rf'op_name="[^"]*\b{flash_attention.WINDOW}(\d+)\b', i.attributes)
+        flops, backward = kernel_attention_flops(operands, int(window[1]) if window else 0)
         return ATTENTION, attention_time(p.gpu, flops, backward=backward) + p.gpu.rates.launch
     in_passes = _pass_time(p, _bytes(i.shape) + sum(map(_bytes, operands)))
     if re.search(r'op_name="[^"]*\bgrouped_matmul\b', i.attributes):
@@ -335,18 +336,27 @@ def product_sizes(i: Instruction, computation: Mapping[str, Instruction]) -> tup
 def attention_flops(i: Instruction, operands: Sequence[str]) -> tuple[float, bool]:
     """(FLOPs of an attention by cuDNN, whether it is the backward pass); operands: shapes of queries, keys, values."""
     scores = _attribute(i, r'"dimensions": ?\[([^\]]*)\]')
-    square = math.prod(int(x) for x in re.findall(r"\d+", scores))
-    causal = 0.5 if "CAUSAL" in i.attributes else 1.0
+    rows, heads, queries, keys = (int(x) for x in re.findall(r"\d+", scores))
+    pairs = rows * heads * queries * keys * (0.5 if "CAUSAL" in i.attributes else 1.0)
+    if window := re.search(r'"sliding_window_length": ?(\d+)', i.attributes):
+        pairs -= rows * heads * _outside(int(window[1]), queries, keys)
     backward = "Backward" in _attribute(i, r'custom_call_target="([^"]*)"')
     channels = _dims(operands[0])[-1] + _dims(operands[-1])[-1]
-    return 2.0 * square * channels * causal * (BACKWARD_FLOPS if backward else 1.0), backward
+    return 2.0 * pairs * channels * (BACKWARD_FLOPS if backward else 1.0), backward
 
 
-def kernel_attention_flops(operands: Sequence[str]) -> tuple[float, bool]:
+def _outside(window: int, queries: int, keys: int) -> float:
+    """Pairs of a query and an earlier key that is outside of the window; the queries are the last of the positions."""
+    if not 0 < window < keys:
+        return 0.0
+    return ((keys - window) ** 2 - (max(keys - queries, window) - window) ** 2) / 2
+
+
+def kernel_attention_flops(operands: Sequence[str], window: int) -> tuple[float, bool]:
     """(FLOPs of a kernel of pallas_kernels/flash_attention.py, whether it is of the backward pass).
 
     operands: their shapes, q, k, v transposed and the first keys forward; q, do, k, k transposed, v, ... for dq; k, v,
-    q, ... for dk and dv. Rows are taken to be one document each, which is the most that they can take.
+    q, ... for dk and dv. Rows are taken to be one document each, which is the most that they can take. window: 0: none.
     """
     shapes = [_dims(shape) for shape in operands]
     if len(shapes) == 4:
@@ -355,12 +365,9 @@ def kernel_attention_flops(operands: Sequence[str]) -> tuple[float, bool]:
         (rows, queries, heads, width), (*_, of_values), (_, keys, *_) = shapes[:3]
     else:
         (_, keys, *_), (*_, of_values), (rows, queries, heads, width) = shapes[:3]
-    scores = rows * heads * queries * (keys - queries / 2)
-    repeated = flash_attention.channel_parts(width, of_values)  # each part of the channels computes the scores
-    channels = {
-        4: repeated * width + of_values,
-        8: repeated * (width + of_values) + width,
-    }.get(len(shapes), (repeated + 1) * (width + of_values))
+    scores = rows * heads * (queries * (keys - queries / 2) - _outside(window, queries, keys))
+    forward, of_queries, of_keys = flash_attention.multiplied_channels(width, of_values)
+    channels = {4: forward, 8: of_queries}.get(len(shapes), of_keys)
     return 2.0 * scores * channels, len(shapes) > 4
 
 

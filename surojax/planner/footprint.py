@@ -236,7 +236,7 @@ def _in_flight(
     stages = pipeline_stages(run.mesh)
     declared = passes.backward_pass(run.engine.table)
     weights, grads, residuals = (declared.lane(row) for row in ("weights", "grads", "residuals"))
-    fetched = max(segment.fetched for segment in segments)
+    largest = max(segments, key=lambda segment: segment.fetched)
     # The loops over layers of each segment, and there of each pattern (step/stage_layers.py); a stage runs one pattern.
     loops = [
         [repeating(pattern) for pattern in layer_sizes.patterns(run, segment).patterns]
@@ -246,9 +246,10 @@ def _in_flight(
     layer = 0
     if weights.ahead:
         # This layer and the next; every other loop has prefetched weights of its own.
-        number = sum(max(map(len, of_segment)) for of_segment in loops) + bool(table.weights.resident)
+        prefetched = [max(map(len, loops_of)) * x.fetched for loops_of, x in zip(loops, segments, strict=True)]
+        layer += (1 + bool(table.weights.resident)) * largest.fetched + sum(prefetched)
         # Of layers further ahead, shards that are still to be gathered.
-        layer += (1 + number) * fetched + (weights.ahead - 1) * (fetched // shards(run.mesh))
+        layer += (weights.ahead - 1) * (largest.fetched // shards(run.mesh))
     if table.base_format:
         layer += max(segment.weights for segment in segments)  # numbers, beside their codes
     paired = any(comes_in_pairs(loop.stop - loop.start, loop.period) for loop in all_loops)
@@ -277,7 +278,7 @@ def _in_flight(
         if table.streams_weights:  # in both directions: a layer, or shards of two
             first_layers = {l for loop in all_loops for l in (loop.start, loop.stop - 1)}
             of_stages += len(first_layers) * (
-                weights.ahead * fetched // (shards(run.mesh) if table.weights.sharded else 1)
+                weights.ahead * largest.fetched // (shards(run.mesh) if table.weights.sharded else 1)
             )
     return layer, of_stages
 

@@ -232,7 +232,8 @@ class SegmentBytes(NamedTuple):
 
     def values(self, recompute_factor: float) -> int:
         """Bytes of values while a block is differentiated."""
-        return int(recompute_factor * self.saved) + self.attention + self.sequence + self.received_sums + self.rows
+        of_experts = self.received_sums + self.rows  # gone when attention is differentiated
+        return int(recompute_factor * self.saved) + max(self.attention + self.sequence, of_experts)
 
 
 def segment_bytes(run: Assembly, segment: Segment, x: jax.ShapeDtypeStruct, platform: str) -> SegmentBytes:
@@ -305,11 +306,23 @@ def _block_bytes(
     structure = jax.tree.structure(segment.params)
     mesh = run.mesh if devices_per_sequence(run.mesh) > 1 or EXPERT in run.mesh.shape else None
     saved = _traced_residuals(model, segment, shapes, structure, mesh, x.shape, x.dtype)
-    window = any(variant.window for variant in segment.variants)
-    space = segment.mixer.space(
-        model.compute, _on_gpu(run, x, chunks), gpu=platform != "cpu", packed=packed, window=window
-    )
+    space = kernel_bytes(run, model, segment, x, platform, packed, chunks)
     return space._replace(saved=saved + space.saved)
+
+
+def kernel_bytes(
+    run: Assembly,
+    model: Model,
+    segment: Segment,
+    x: jax.ShapeDtypeStruct,
+    platform: str,
+    packed: bool,
+    chunks: int = 1,
+) -> KernelBytes:
+    """The `KernelBytes` of a segment's mixer. chunks: see `_block_bytes`."""
+    window = any(variant.window for variant in segment.variants)
+    how: Any = {"gpu": platform != "cpu", "packed": packed, "window": window}
+    return segment.mixer.space(model.compute, _on_gpu(run, x, chunks), **how)
 
 
 def _on_gpu(run: Assembly, x: jax.ShapeDtypeStruct, chunks: int) -> OnGpu:

@@ -121,7 +121,8 @@ def _stage(run: Assembly, segment: Segment, variants: tuple[Variant, ...], batch
     passes = pass_time(gpu, layer.saved - layer.received)
     flops = dataclasses.replace(segment, variants=variants).mixing_flops(batch.sequence_len)
     flops *= batch.tokens / len(variants)  # of a layer, for a group
-    attended, attended_back = _attention(gpu, flops / devices_per_sequence(run.mesh), layer.scores)
+    repeated = layer_sizes.kernel_bytes(run, whole, segment, x, "gpu", run.engine.packed).repeated
+    attended, attended_back = _attention(gpu, flops / devices_per_sequence(run.mesh), layer.scores, repeated)
     again = layer_sizes.attention_again(run)
     lengths = _row_lengths(run, segment, gpu)
     moved = _rearranged(run, batch, gpu)
@@ -232,14 +233,16 @@ def _repeated(run: Assembly, segment: Segment, p: Param) -> bool:
     return (recompute.ffn and p.axes[0] == "mlp") or (recompute.att and p.axes[0] in ("heads", "kv_heads"))
 
 
-def _attention(gpu: Gpu, flops: float, scores: int) -> tuple[float, float]:
+def _attention(gpu: Gpu, flops: float, scores: int, repeated: tuple[float, float]) -> tuple[float, float]:
     """Seconds of the attention of one layer on one GPU, (forward, backward).
 
     flops: of its forward pass there. scores: bytes of the scores there; 0: flash attention, which stores none.
+    repeated: see `KernelBytes`.
     """
     if not scores:
-        back = attention_time(gpu, BACKWARD_FLOPS * flops, backward=True)
-        return attention_time(gpu, flops, backward=False), back
+        forward, back = repeated
+        in_backward = attention_time(gpu, back * BACKWARD_FLOPS * flops, backward=True)
+        return attention_time(gpu, forward * flops, backward=False), in_backward
     squares = 2 * flops / (gpu.bf16_flops * gpu.rates.products)  # XLA multiplies the masked half too
     forward = squares + pass_time(gpu, SCORE_PASSES * scores)
     return forward, BACKWARD_FLOPS * forward

@@ -84,6 +84,7 @@ class StepWork:
     microbatches: int
     rounds: int  # times that a stage's layers take the time of a microbatch, in each direction
     layers: int  # of a stage
+    segments: int  # whose layers an update goes over by themselves
     blocks: Seconds  # that they compute
     sent: Mapping[str | LaneStage, float]  # seconds of collectives, by `StepCollective.part`
     smallest: float  # the part of a layer's reductions that is of its smallest matrix
@@ -137,6 +138,7 @@ def step_work(run: Assembly, batch: BatchShape, gpu: Gpu, rows: Rows, disks: Dis
         microbatches=batch.microbatches,
         rounds=batch.microbatches + stages - 1,
         layers=layer_sizes.layers_of(run),
+        segments=len(run.model.segments),
         blocks=blocks._replace(backward=blocks.backward + accumulated),
         sent=collective_seconds(run, batch, gpu),
         smallest=_smallest(run),
@@ -235,7 +237,7 @@ def _seconds(work: StepWork, step_pass: Pass, times: int, stored: Mapping[str, f
     read, written = traffic.copied_bytes(step_pass, times, stored, work.updated)
     weights = times * stored.get("weights", 0.0) * step_pass.lane("weights").reads
     loops = [(part, streamed) for part, streamed in ((resident, 0.0), (1 - resident, 1.0)) if part]
-    ends = step_pass.updates * len(loops) * (read + written) / work.layers
+    ends = step_pass.updates * work.segments * len(loops) * (read + written) / work.layers
     return ends / (work.gpu.pcie_bandwidth * work.rates.host) + sum(
         _busiest(work, part * chain, part * link, streamed * weights + part * (read - weights), part * written)
         for part, streamed in loops

@@ -26,6 +26,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from pallas_kernels.flash_attention import repeated_products
 from surojax.errors import need
 from surojax.models.attention import attend, chosen_here, chosen_implementation, on_hopper
 from surojax.models.kinds.sublayer import ContextNumbers, FileNames, KernelBytes, Mixer, OnGpu, Target, Width
@@ -268,7 +269,8 @@ class LatentAttention(Mixer):
         flash = self.implementation(compute.attention, x.dtype, gpu=gpu, packed=packed)
         if flash != "xla":
             copied = (2 * h + v) * x.itemsize if flash == "mosaic" else 0  # transposed, of our kernel
-            return KernelBytes(working=2 * keys + heads * (2 * v * x.itemsize + 4 + copied))
+            repeated = repeated_products(h, v) if flash == "mosaic" else (1.0, 1.0)
+            return KernelBytes(0, 2 * keys + heads * (2 * v * x.itemsize + 4 + copied), repeated=repeated)
         scores = (2 if gpu else 4) * heads * x.tokens * x.chunks * x.per_sequence * 4
         return KernelBytes(working=2 * keys + scores, scores=scores)
 

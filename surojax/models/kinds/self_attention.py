@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from pallas_kernels.flash_attention import repeated_products
 from pallas_kernels.mma import ROWS
 from surojax.errors import need
 from surojax.models.attention import chosen_here, chosen_implementation, on_hopper
@@ -206,20 +207,21 @@ class Attention(Mixer):
         piece = x.tokens * x.tensor // 2 if in_pieces else 0
         how: Any = {"gpu": gpu, "packed": packed, "window": window, "piece": piece}
         flash = self.implementation(compute.attention, x.dtype, **how)
+        repeated = repeated_products(h, h) if flash == "mosaic" else (1.0, 1.0)
         if flash != "xla" and in_pieces:
             # Sums of results and of gradients are float32; a block of keys and values comes while one is computed with.
             # Our kernel also has float32 gradients of a pair, and reads transposed copies.
             keys = max(K, x.tensor)
             more = 2 * (H + keys) * (x.itemsize + 4) if flash == "mosaic" else 0
             sums = 2 * H * 4 + 4 * keys * (x.itemsize + 4)
-            return KernelBytes(working=tokens * (sums + more) * h)
+            return KernelBytes(working=tokens * (sums + more) * h, repeated=repeated)
         if flash != "xla":
             # Flash attention saves its output and one float32 sum per row, and no scores. Ours reads transposed copies
             # of queries, keys and the gradient of its output.
             keys = x.chunks * max(K, x.tensor if x.chunks == 1 else x.per_sequence)
             copied = (2 * H + keys) * h if flash == "mosaic" else 0
             saved = 0 if compute.recompute.att else heads * (h * x.itemsize + 4)
-            return KernelBytes(saved, tokens * copied * x.itemsize)
+            return KernelBytes(saved, tokens * copied * x.itemsize, repeated=repeated)
         keys = x.tokens * x.chunks * x.per_sequence
         if in_pieces:
             keys = 2 * x.tokens * x.tensor  # scores of four pairs, four pieces each (compiled for an H100: 16 to 17)

@@ -132,11 +132,15 @@ class OnGpu(NamedTuple):
 
 
 class KernelBytes(NamedTuple):
-    """Bytes of a mixer's kernels on a GPU. saved: for the backward pass. working: in it. scores: part of that."""
+    """Bytes of a mixer's kernels on a GPU. saved: for the backward pass. working: in it. scores: part of that.
+
+    repeated: FLOPs of its attention, (forward, backward), relative to those of two products and of five.
+    """
 
     saved: int = 0
     working: int = 0
     scores: int = 0
+    repeated: tuple[float, float] = (1.0, 1.0)
 
 
 class Mixer(Sublayer):
