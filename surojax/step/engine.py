@@ -200,6 +200,10 @@ class Groups:
             for each, x_BSD in zip_longest(group.microbatches, xs_BSD[self.size :])
         ]
         for x_BSD, of_microbatch in zip(xs_BSD, targets, strict=False):
+            if dxs_BSD and self.engine.lmhead_chunks == 1:
+                # A loop of one slice is straight-line code, which XLA joins with the next microbatch's: Qwen3.5 9B had
+                # logits of both, and their gradients, at once.
+                x_BSD, totals = jax.lax.optimization_barrier((x_BSD, totals))
             dx_BSD, totals = verbs.head(self.outer, x_BSD, of_microbatch, self.scale, totals)
             dxs_BSD.append(dx_BSD)
         return totals, dxs_BSD
