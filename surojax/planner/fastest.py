@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Iterator
 
 from surojax.config.fields import Config, gpus_per_sequence
 from surojax.errors import ConfigError
+from surojax.placement.mesh import pipeline_stages
 from surojax.planner import aot, choices, remedies, seen
 from surojax.planner.amounts import GiB, Memory, gib
 from surojax.planner.candidate import Candidate, device_limit, host_limit
@@ -19,7 +20,9 @@ from surojax.planner.changes import Change, changed, differing, flags
 from surojax.planner.choices import NUMBERS
 from surojax.planner.disks import Disks
 from surojax.planner.drives import disks
+from surojax.planner.footprint import assembly
 from surojax.planner.gpus import GB, gpu_key, with_nodes
+from surojax.planner.layer_sizes import resident_in_rounds
 from surojax.planner.run_plan import Plan, checked, plan
 from surojax.planner.search import Found, Space, best, kind, search
 from surojax.run.console import progress
@@ -264,7 +267,10 @@ def _until_it_fits(config: Config, candidate: Candidate, gpu: str, disk: str | N
         if over.device and resident:
             fewer = changed_to(resident_layers=resident - 1)
             of_layer = max(1, changed_to(resident_layers=resident).need.device - fewer.need.device)
-            candidate = changed_to(resident_layers=max(0, resident - math.ceil(over.device / of_layer)))
+            run = assembly(candidate.config)
+            left = max(0, resident - math.ceil(over.device / of_layer))
+            left = resident_in_rounds(run.model, pipeline_stages(run.mesh), left)
+            candidate = changed_to(resident_layers=left)
         elif over.device and candidate.config.device_memory:
             less = max(0.0, candidate.config.device_memory - math.ceil(over.device / GiB))
             candidate = changed_to(device_memory=less)
