@@ -154,7 +154,7 @@ def compiler_options(
         taken = bytes_per_device(run.plan) + results
         left = memory_bytes - taken
         in_turn = len(run.model.stretches) < len(run.model.segments)  # layers of several kinds
-        wanted = share * memory_bytes - taken + (4 if in_turn else 2) * host_temporaries
+        wanted = share * memory_bytes - taken + (5 if in_turn else 2) * host_temporaries
         if run.engine.overlap_update and not run.engine.table.in_files:
             wanted += bytes_per_device(run.plan, HOST)
         limit = {MEMORY_LIMIT: math.ceil(100 * wanted / left) if left > 0 else 95}
