@@ -3,7 +3,7 @@
     python tests/many_processes.py --coordinator HOST:PORT --num_processes N --process_id I
 
 Process 0 prints one line of JSON: {placement: [(loss, gradient norm), ...]} and, under "psum_scatter", the largest
-difference to numpy.
+difference to numpy. With --limits: what XLA is handed in each process if process 1 sees less memory, see `limits`.
 """
 
 import argparse
@@ -11,6 +11,7 @@ import json
 import os
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -63,12 +64,47 @@ def scattered() -> float:
     return max(float(np.abs(np.asarray(a, np.float64) - b).max() / np.abs(expected).max()) for a, b in parts)
 
 
+def limits(of_processes: list[float | None], needed: float) -> list[list[float]]:
+    """GiB of temporaries that XLA allows in each process, each time that the step of a run is compiled; 0: no limit.
+
+    of_processes: GiB of a GPU that JAX may use in each process. needed: GiB that the compiled step takes.
+    """
+    from jax.experimental import multihost_utils
+
+    from surojax.assembly.xla_options import MEMORY_LIMIT
+    from surojax.config import default_config
+    from surojax.planner import footprint
+    from surojax.planner.amounts import GiB
+    from surojax.step.state_plan import bytes_per_device
+    from surojax.training import run_programs
+
+    c = default_config()
+    c.gpus, c.data_cache = 2, "/dev/null"  # in which no kernels are kept
+    run = footprint.assembly(c)
+    own = of_processes[jax.process_index()]
+    handed = []
+
+    def compile_step(options):
+        percent = options.get(MEMORY_LIMIT)
+        handed.append(percent / 100 * (own - bytes_per_device(run.plan) / GiB) if percent else 0.0)
+        sizes = {f"{name}_size_in_bytes": 0 for name in ("argument", "output", "alias")}
+        memory = SimpleNamespace(temp_size_in_bytes=int(needed * GiB), **sizes)
+        return SimpleNamespace(memory_analysis=lambda: memory)
+
+    run_programs.memory_limit = lambda device: None if own is None else int(own * GiB)
+    run_programs.own_device = lambda devices: devices[0]
+    run_programs.compile_step(c, run, [SimpleNamespace(platform="gpu")], SimpleNamespace(compile=compile_step))
+    of_all = multihost_utils.process_allgather(np.float32([len(handed), *handed, 0][:3]))
+    return [of_process[1 : 1 + int(of_process[0])] for of_process in of_all.tolist()]
+
+
 def main() -> None:
     from surojax.cluster import hosts
     from surojax.cluster.supervised import Supervised
     from surojax.cluster.watch import Watch, failing_together
 
     parser = argparse.ArgumentParser()
+    parser.add_argument("--limits", action="store_true")
     hosts.add_flags(parser)
     args = parser.parse_args()
     place = hosts.detect_flags(args, os.environ)
@@ -76,7 +112,10 @@ def main() -> None:
     supervised = Supervised(args.supervisor, args.heartbeat)
     names = hosts.connect(place, os.environ, key=supervised.key, say=lambda _: None)
     with failing_together(Watch(names, place.process_id, args.heartbeat)):
-        found = {name: losses(name) for name in PLACEMENTS} | {"psum_scatter": scattered()}
+        if args.limits:
+            found = [limits(gibs, 19.8) for gibs in ([24.0, 20.0], [24.0, 24.0], [24.0, None])]
+        else:
+            found = {name: losses(name) for name in PLACEMENTS} | {"psum_scatter": scattered()}
         if place.process_id == 0:
             print(json.dumps(found), flush=True)
 

@@ -142,6 +142,18 @@ def test_every_placement_equals_one_process_to_the_bit():
     assert two["psum_scatter"] < 1e-6  # one rounding of 3 sums in float32, relative to the largest
 
 
+def test_all_processes_compile_for_the_gpu_with_the_least_memory():
+    """A step of 19.8 GiB fits 24 GiB, but not what one process has; GiB that XLA hands out are those of 20 in both."""
+    run = Run("-n 2 --devices-per-process 1", [str(HERE / "many_processes.py"), "--limits"])
+    one_has_less, equal, one_knows_none = json.loads(run.until(r"^\[0\] \[").removeprefix("[0] "))
+    assert run.end()[0] == 0
+    first, second = one_has_less
+    assert len(first) == 2 and first[1] < first[0] < 20
+    assert first == pytest.approx(second, abs=0.01 * 24)  # whole percents
+    assert equal[0] == equal[1] and len(equal[0]) == 1
+    assert one_knows_none == [[0.0], [0.0]]
+
+
 @pytest.mark.full
 def test_four_processes_that_are_stopped_and_two_with_state_in_files_that_are_killed(whole, config, tmp_path):
     """SIGUSR1 to one of four saves on all: JAX hears of it as SIGTERM. Two continue with master weights and optimizer

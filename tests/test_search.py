@@ -102,6 +102,13 @@ def everything(c, limits: Memory) -> list[tuple[float, Memory]]:
     return found
 
 
+def test_resident_layers_cut_no_round_of_a_pattern():
+    """In a cut round each layer is a loop with prefetched weights of its own. Layers of one kind have no rounds."""
+    of_kinds, of_one = (footprint.assembly(config(name, gpus=1)).model for name in ("qwen3_5_9b", "llama7b"))
+    assert [layer_sizes.resident_in_rounds(of_kinds, 1, n) for n in (0, 5, 6, 14, 15, 24)] == [0, 0, 6, 12, 15, 24]
+    assert [layer_sizes.resident_in_rounds(of_one, 1, n) for n in (0, 5, 14)] == [0, 5, 14]
+
+
 @pytest.mark.parametrize("part, host", [(0.4, None), (0.7, None), (0.75, 0.45)], ids=["tight", "roomy", "host"])
 @pytest.mark.full
 def test_the_rules_lose_nothing(part, host):

@@ -82,9 +82,12 @@ GATHERS: dict[str, str | bool | int] = {
 # correction and none with it (jax 0.12). Arguments in host memory are not counted, whatever their size, unless one loop
 # writes to many of them: with overlap_update the state there is added too (7B with five offloads on one RTX 4090: 112
 # operations without that, none with it).
-# The percentage applies to the memory that XLA plans with, minus the arguments; in `plan` too that is what JAX can use
-# of the card (fact 7 of planner/aot.py). With 80 % of the card, Llama-7B at ZeRO-3 on 4 RTX 4090 had 2.7 GiB instead
-# of 6.4, so that XLA recomputed 2,499 operations and overlapped no all-gather of weights.
+# To XLA's count each write into a stack makes a new one: one in the body of a loop over layers of one kind, and one
+# around it. A round of several kinds writes the same stack several times. PLACEHOLDER
+# The percentage applies to the memory that XLA plans with, minus the arguments and what is returned beside them; in
+# `plan` too that is what JAX can use of the card (fact 7 of planner/aot.py). With 80 % of the card, Llama-7B at ZeRO-3
+# on 4 RTX 4090 had 2.7 GiB instead of 6.4, so that XLA recomputed 2,499 operations and overlapped no all-gather of
+# weights.
 # XLA's estimate of a step may be above and below what its buffers take: 22.2 and 21.4 GiB for that 7B, 21.3 and 21.9
 # for 30B with experts. So a step is compiled for all that JAX can use, and for 95 % if it then does not fit.
 MEMORY_LIMIT = "xla_gpu_memory_limit_slop_factor"
@@ -116,13 +119,15 @@ def compiler_options(
     *,
     memory_bytes: int | None = None,
     host_temporaries: int = 0,
+    results: int = 0,
     share: float = LESS_MEMORY,
 ) -> dict[str, str | bool | int]:
     """Returns the XLA options to compile a run's steps with on a platform, "gpu" or "cpu".
 
     memory_bytes: memory of a GPU that JAX can use, which XLA plans with. host_temporaries: bytes of host memory that a
-    step allocates. share: the part of memory_bytes that a step may need. XLA's memory limit is computed of these three,
-    see `MEMORY_LIMIT`; without memory_bytes it is not changed. With xla_options="default" there are none but
+    step allocates. results: bytes of device memory that a program returns beside its arguments. share: the part of
+    memory_bytes that a step may need. XLA's memory limit is computed of these four, see `MEMORY_LIMIT`; without
+    memory_bytes it is not changed. With xla_options="default" there are none but
     `PRODUCTS`, those of the copy engine settings and of cuda_graphs; "exact" adds `PINNED`.
     """
     if platform == "cpu":
@@ -146,9 +151,10 @@ def compiler_options(
         schedule |= GATHERS
     limit = {}
     if memory_bytes:
-        state = bytes_per_device(run.plan)
-        left = memory_bytes - state
-        wanted = share * memory_bytes - state + 2 * host_temporaries
+        taken = bytes_per_device(run.plan) + results
+        left = memory_bytes - taken
+        in_turn = len(run.model.stretches) < len(run.model.segments)  # layers of several kinds
+        wanted = share * memory_bytes - taken + (5 if in_turn else 2) * host_temporaries
         if run.engine.overlap_update and not run.engine.table.in_files:
             wanted += bytes_per_device(run.plan, HOST)
         limit = {MEMORY_LIMIT: math.ceil(100 * wanted / left) if left > 0 else 95}

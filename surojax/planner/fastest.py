@@ -13,12 +13,15 @@ from collections.abc import Callable, Collection, Iterator
 from surojax.config.changes import Change, changed, differing, flags
 from surojax.config.fields import Config, sequences_of_step, tokens_of_step
 from surojax.errors import ConfigError
+from surojax.placement.mesh import pipeline_stages
 from surojax.planner import aot, choices, remedies, seen
 from surojax.planner.amounts import GiB, Memory, gib
 from surojax.planner.candidate import Candidate, memory_limits
 from surojax.planner.choices import NUMBERS
 from surojax.planner.disks import Disks, disks
+from surojax.planner.footprint import assembly
 from surojax.planner.gpus import GB, gpu_key, with_nodes
+from surojax.planner.layer_sizes import resident_in_rounds
 from surojax.planner.run_plan import Plan, checked, plan
 from surojax.planner.search import Found, Space, best, kind, search
 from surojax.run.console import progress
@@ -259,7 +262,10 @@ def _until_it_fits(
         if over.device and c.resident_layers:
             fewer = changed_to(resident_layers=c.resident_layers - 1)
             of_layer = max(1, candidate.need.device - fewer.need.device)
-            candidate = changed_to(resident_layers=max(0, c.resident_layers - math.ceil(over.device / of_layer)))
+            run = assembly(c)
+            left = max(0, c.resident_layers - math.ceil(over.device / of_layer))
+            left = resident_in_rounds(run.model, pipeline_stages(run.mesh), left)
+            candidate = changed_to(resident_layers=left)
         elif beyond and c[budget]:
             candidate = changed_to(**{budget: max(0.0, c[budget] - math.ceil(beyond / GiB))})
         else:

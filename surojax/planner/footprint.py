@@ -96,6 +96,13 @@ def host_temporaries(run: Assembly, batch: BatchShape) -> int:
     return rows["grads"][HOST.name] + rows["residuals"][HOST.name]
 
 
+def results(run: Assembly, batch: BatchShape) -> int:
+    """Bytes of device memory that a program of a step returns beside its arguments: sums of gradients, which other
+    programs read if state is in files."""
+    table = run.engine.table
+    return by_class(run, batch, "gpu")["grads"][DEVICE.name] if table.in_files and not table.by_layer else 0
+
+
 def by_class(run: Assembly, batch: BatchShape, platform: str) -> Rows:
     """Bytes per device of each class of tensors in each memory: {class: {"device", "host", "nvme": bytes}}.
 

@@ -18,6 +18,7 @@ from surojax.models.kinds.experts import choices_of
 from surojax.models.kinds.sublayer import KernelBytes, OnGpu
 from surojax.models.lora import adapters
 from surojax.models.model import Model, Recompute, Segment
+from surojax.models.order import loops_of
 from surojax.numerics import quantized
 from surojax.numerics.base_formats import bytes_per_number
 from surojax.optim import optimizer as optim
@@ -27,7 +28,7 @@ from surojax.placement.layout import MESH_AXES, Layout
 from surojax.placement.mesh import EXPERT, devices_per_sequence, pipeline_stages, tensor_parallel
 from surojax.placement.param import EXPERTS, OUTER, Kind, Param, part_of
 from surojax.placement.table import Mesh
-from surojax.step.stage_layers import layer_patterns
+from surojax.step.stage_layers import layer_patterns, of_stage
 from surojax.step.state_plan import bytes_per_device
 from surojax.step.weights import quantise_with_one_scale
 
@@ -167,6 +168,27 @@ def patterns(run: Assembly, segment: Segment | None = None) -> Patterns:
     """The variants of a segment's layers on each stage, or the kinds and variants of all layers."""
     layers = segment.variants if segment else layer_patterns(run.model)
     return patterns_of_stages(layers, pipeline_stages(run.mesh))
+
+
+@functools.lru_cache(maxsize=1024)
+def resident_in_rounds(model: Model, stages: int, resident: int) -> int:
+    """The most of so many resident layers of a stage that cut no round of layers of several kinds in turn.
+
+    Where a kind's weights leave the device within a round, each layer of that round is a loop of its own: unrolled, and
+    with prefetched weights of its own.
+    """
+    stage = of_stage(model, stages)
+    kinds = [{segment.name for segment in stretch} for stretch in stage.stretches]
+    if len(kinds) == len(stage.segments):
+        return resident
+    orders = [[layer for layer in stage.order if layer.kind in of_stretch] for of_stretch in kinds]
+
+    def loops(resident: int) -> int:
+        """Counts the loops over layers."""
+        ends = {segment.name: [resident - segment.start] for segment in stage.segments}
+        return sum(len(loops_of(order, ends)) for order in orders)
+
+    return next(n for n in range(resident, -1, -1) if loops(n) <= loops(0) + 1)
 
 
 def groups_of(run: Assembly, microbatches: int) -> int:

@@ -235,12 +235,12 @@ def _compiled(
     on_disks: Disks,
 ) -> dict[str, Any]:
     """Fields of the `Plan`, read from the step that XLA compiles for this GPU. trace: see `plan`."""
-    host_temporaries = footprint.host_temporaries(run, batch)
+    memory: dict[str, Any] = {"memory_bytes": gpu.pool_bytes, "results": footprint.results(run, batch)}
+    memory["host_temporaries"] = footprint.host_temporaries(run, batch)
     parts = programs(run, mesh, batch)
 
     def compile_parts(share: float) -> list[aot.Compiled]:
-        memory: Any = {"memory_bytes": gpu.pool_bytes, "host_temporaries": host_temporaries, "share": share}
-        options = compiler_options(run, "gpu", **memory)
+        options = compiler_options(run, "gpu", **memory, share=share)
         return [aot.compile_for(part.function, part.arguments, mesh, options) for part in parts]
 
     in_files = run.engine.table.in_files

@@ -36,12 +36,14 @@ from surojax.config.sections import BatchSettings
 from surojax.declared import Facts, names_of
 from surojax.errors import ConfigError
 from surojax.offloads import TO_DEVICE
+from surojax.placement.mesh import pipeline_stages
 from surojax.planner import choices, roofline
 from surojax.planner.amounts import GiB, Memory
 from surojax.planner.candidate import Candidate, estimated, needed, storage_tiers
 from surojax.planner.disks import ASSUMED_DISKS, Disks
 from surojax.planner.footprint import Rows, assembly, by_class
 from surojax.planner.gpus import Gpu
+from surojax.planner.layer_sizes import resident_in_rounds
 from surojax.planner.roofline import StorageTiers
 from surojax.planner.traffic import batch_of
 from surojax.run.console import progress
@@ -58,10 +60,11 @@ OF_BATCH = frozenset(names_of(BatchSettings))
 
 
 class Family(NamedTuple):
-    """Settings that differ in placement only. floor, least: seconds of a step, and bytes of a device, with nothing
-    offloaded."""
+    """Settings that differ in placement only. run, floor, least: the parts of a run, seconds of a step, and bytes of a
+    device, with nothing offloaded."""
 
     change: Change
+    run: Assembly
     work: roofline.StepWork
     floor: float
     least: float
@@ -235,7 +238,7 @@ class _Search:
             return str(error)
         work = roofline.step_work(run, batch_of(tried), space.gpu, rows, space.disks)
         least = needed(tried, rows, space.gpu, space.platform).device
-        return Family(change, work, sum(roofline.phases(work).values()), least)
+        return Family(change, run, work, sum(roofline.phases(work).values()), least)
 
     def fastest(self, family: Family, in_files: bool) -> list[Candidate]:
         """The fastest placement of a family that fits, and those that take as long within `TIE`; empty if none fits."""
@@ -269,6 +272,9 @@ class _Search:
             """Layers whose weights fit into what `need` bytes leave; less than 0 if these do not fit."""
             return math.floor((limits.device - need) * layers / max(1, sizes["weights"]))
 
+        def in_rounds(resident: int) -> int:
+            return resident_in_rounds(family.run.model, pipeline_stages(family.run.mesh), resident)
+
         queue = []
         offloads = self.known(("offloads",), lambda: choices.offloadable(c) if self.space.platform == "gpu" else ())
         for x in self.known(("placements", in_files), lambda: choices.placements(c, offloads, in_files)):
@@ -277,7 +283,7 @@ class _Search:
                 continue
             room = room_for(family.least - sum(sizes[row] for row in x.offloaded))
             streams = "weights" in x.offloaded and "weights" not in x.files and not c.persistent_quants
-            resident = self.keep.get("resident_layers", min(max(room, 0), layers - 1) if streams else 0)
+            resident = self.keep.get("resident_layers", in_rounds(min(max(room, 0), layers - 1)) if streams else 0)
             if room >= 0 or len(x.offloaded) == len(offloads):
                 queue.append(queued(x._replace(resident=resident)))
                 if resident and "resident_layers" not in self.keep and not set(x.offloaded).isdisjoint(TO_DEVICE):
@@ -301,8 +307,8 @@ class _Search:
                 self.nearest = x
             # Working space has grown.
             if stored.resident and x.need.device > limits.device:
-                fewer_resident = stored.resident + min(-1, room_for(x.need.device))
-                heapq.heappush(queue, queued(stored._replace(resident=max(0, fewer_resident))))
+                fewer_resident = in_rounds(max(0, stored.resident + min(-1, room_for(x.need.device))))
+                heapq.heappush(queue, queued(stored._replace(resident=fewer_resident)))
         return fastest
 
     def candidate(self, family: Family, stored: StorageTiers) -> Candidate | None:

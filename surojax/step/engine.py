@@ -199,9 +199,13 @@ class Groups:
             self.outer.with_reference(each.targets, x_BSD)
             for each, x_BSD in zip_longest(group.microbatches, xs_BSD[self.size :])
         ]
-        for x_BSD, of_microbatch in zip(xs_BSD, targets, strict=False):
-            dx_BSD, totals = verbs.head(self.outer, x_BSD, of_microbatch, self.scale, totals)
+        for i, of_microbatch in enumerate(targets):
+            dx_BSD, totals = verbs.head(self.outer, xs_BSD[i], of_microbatch, self.scale, totals)
             dxs_BSD.append(dx_BSD)
+            if self.size > 1 and self.engine.lmhead_chunks == 1:
+                # A loop of one slice is straight-line code: XLA joined it with the next microbatch's, and left products
+                # with logits until the layers were done, so that logits of all, and their gradients, were in memory.
+                dxs_BSD, xs_BSD, totals = jax.lax.optimization_barrier((dxs_BSD, xs_BSD, totals))
         return totals, dxs_BSD
 
     def backward(self, group: Group, carry: GroupCarry, xs_BSD: list[jax.Array]) -> GroupCarry:

@@ -13,10 +13,10 @@ from surojax.data.run_data import Evaluated
 from surojax.memory.layer_file import Store
 from surojax.parallel.feed import Feed
 from surojax.placement.mesh import own_device
-from surojax.planner import traffic
+from surojax.planner import footprint, traffic
+from surojax.planner.amounts import MiB
 from surojax.planner.candidate import RESERVE
 from surojax.planner.check_fit import memory_limit
-from surojax.planner.footprint import host_temporaries
 from surojax.run.console import working
 from surojax.training.evaluation import Evaluation
 from surojax.training.program_options import program_options
@@ -37,30 +37,32 @@ class RunPrograms(NamedTuple):
     one_at_a_time: bool
 
 
-def step_options(c: Config, run: Assembly, devices: list[Any], share: float) -> dict[str, Any]:
-    """Returns the XLA options that a run's step is compiled with on these devices. share: see `compiler_options`."""
-    return program_options(
-        c,
-        run,
-        devices[0].platform,
-        memory_bytes=memory_limit(own_device(devices)),
-        host_temporaries=host_temporaries(run, traffic.batch_of(c)),
-        share=share,
-    )
+def least_of_all(own: int | None) -> int | None:
+    """The least of all processes' bytes, to a MiB; None if one has none. Every process has to call this."""
+    if jax.process_count() == 1:
+        return own
+    return int(np.min(multihost_utils.process_allgather(np.uint32((own or 0) // MiB)))) * MiB or None
 
 
 def compile_step(c: Config, run: Assembly, devices: list[Any], lowered, changes: dict[str, Any] | None = None) -> Any:
-    """Compiles a lowered step for all memory of its devices; for less in all processes if it does not fit in one.
+    """Compiles a lowered step for all memory of its devices, and for less if it does not fit.
 
-    changes: options of XLA in place of the run's.
+    All processes compile for the device with the least memory: of different programs, with collectives in other orders,
+    each would wait for the other. changes: options of XLA in place of the run's.
     """
     in_files = run.engine.table.in_files
+    own = memory_limit(own_device(devices))  # which XLA plans with
+    limit = least_of_all(own)
+    part = limit / own if limit and own else 1.0
+    batch = traffic.batch_of(c)
+    memory: dict[str, Any] = {"memory_bytes": limit and own, "results": footprint.results(run, batch)}
+    memory["host_temporaries"] = footprint.host_temporaries(run, batch)
 
     def compiled_for(share: float) -> Any:
-        return lowered.compile(step_options(c, run, devices, share) | (changes or {}))
+        options = program_options(c, run, devices[0].platform, **memory, share=share * part)
+        return lowered.compile(options | (changes or {}))
 
     compiled = compiled_for(LESS_MEMORY if in_files else ALL_MEMORY)
-    limit = memory_limit(own_device(devices))
     needed = compiled_bytes(compiled)
     if in_files or limit is None or needed is None:
         return compiled
