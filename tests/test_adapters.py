@@ -231,7 +231,10 @@ def test_the_wrong_base_is_refused_by_its_hash(tmp_path):
             "target_modules: expected attention.wq in every layer or in none, got none for model.layers.1.self_attn.",
         ),
         ({"modules_to_save": ["norm"]}, "modules_to_save: expected names among embed_tokens, lm_head, got ['norm']; "),
-        ({"modules_to_save": ["classifier"]}, "modules_to_save: expected names among embed_tokens, lm_head, got ['class"),
+        (
+            {"modules_to_save": ["classifier"]},
+            "modules_to_save: expected names among embed_tokens, lm_head, got ['class",
+        ),
     ],
 )
 def test_what_is_not_computed_is_refused_by_name(tmp_path, changes, message):
