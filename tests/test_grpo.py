@@ -211,7 +211,7 @@ def test_rewards_may_be_true_and_false():
 BAD_ROWS = [
     ({"prompt_ids": None}, "expected token ids in 'prompt_ids', got 'prompt_ids', 'completion_ids'"),
     ({"prompt_ids": []}, "prompt_ids: expected token ids, integers [tokens], got none"),
-    ({"prompt_ids": [5, True]}, "prompt_ids: expected token ids, integers [tokens], got lists of other lengths, or true"),
+    ({"prompt_ids": [5, True]}, "prompt_ids: expected token ids, integers [tokens], got lists of other lengths, or"),
     ({"logprobs": [[-0.1, False], [-1.2, -0.4, -0.1], [-2]]}, "logprobs[0]: expected a list of numbers, got [-0.1,"),
     ({"prompt_ids": ["a"]}, "prompt_ids: expected token ids, integers [tokens], got <U1 [1]"),
     ({"completion_ids": [[7, 2], [], [3]]}, "completion_ids[1]: expected token ids, integers [tokens], got none"),

@@ -1,6 +1,5 @@
 """The verifier: it passes what is right, fails what is not, and has a row for every setting of the table."""
 
-import functools
 import itertools
 import types
 
