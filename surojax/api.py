@@ -244,6 +244,7 @@ def fit(
     """
     from surojax.planner.fastest import fastest
 
+    need(compiled > 0, "compiled", "1 or more", compiled, "correct it; estimate() compiles nothing")
     c = _config(config, dict(fields))
     machine: Any = {"gpus_per_node": gpus_per_node, "host_bandwidth": host_bandwidth, "nvme": nvme, "disk": disk}
     result = fastest(c, gpu, host_memory=host_memory, allow=allow, keep=keep, most=compiled, say=say, **machine)

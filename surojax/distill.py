@@ -141,7 +141,7 @@ def _frozen(c: Config) -> Config:
 
 
 def _a_matrix(layer: LayerKinds) -> str:
-    """Returns a name of a matrix of these layers that may have an adapter by itself; gate and up of experts have one."""
+    """Names a matrix of these layers that may have an adapter by itself; gate and up of an expert have one of both."""
     if targets := layer.mixer.targets():
         return targets[0].module.rpartition(".")[2]
     return layer.mlp.targets()[-1].module

@@ -16,7 +16,7 @@ from commands import convert
 
 from surojax.assembly.from_config import from_config
 from surojax.config.fields import default_config, kinds
-from surojax.exchange import config_json, peft
+from surojax.exchange import config_json, expert_tensors, peft
 from surojax.exchange.adapter_config import CONFIG as ADAPTER_CONFIG, modules
 from surojax.exchange.export import export
 from surojax.exchange.gguf_export import export_gguf
@@ -273,6 +273,15 @@ class Drawn:
     def _mean(name: str) -> bool:
         """1 for a factor of channels, of experts or of a layer, else 0."""
         return "norm" in name or name.endswith(("layer_scalar", "router.scale", "per_expert_scale"))
+
+
+def of_each(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Splits each tensor of all experts into one tensor for each expert; returns other tensors unchanged."""
+    separate = {}
+    for name, tensor in tensors.items():
+        apart = {expert_tensors.of_expert(name, e): x for e, x in enumerate(tensor)}
+        separate |= apart if expert_tensors.has_all_experts(name) else {name: tensor}
+    return separate
 
 
 def drawn(name: str, shape: tuple[int, ...]) -> np.ndarray:

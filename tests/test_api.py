@@ -51,6 +51,7 @@ def test_notebooks_import_nothing_else():
         (lambda c: surojax.load_config(3), "config: expected default_config() with changes, a name of configs/"),
         (lambda c: surojax.convert(3, "x"), "model: expected a path, or the result of a run that wrote a checkpoint"),
         (lambda c: surojax.generate("x", "y", system="z"), "system: expected chat=True with it, got 'z'"),
+        (lambda c: surojax.fit(c, gpu="h100", compiled=0), "compiled: expected 1 or more, got 0"),
         (lambda c: surojax.evaluate("x", [{"question": "a"}]), "questions[0]: expected"),
     ],
 )  # fmt: skip

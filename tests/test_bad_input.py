@@ -100,7 +100,7 @@ def field_cases() -> list[tuple[str, str]]:
     max_steps=0 num_epochs=0    | num_epochs: expected 1 or more
     num_epochs=3                | num_epochs: expected 1 with max_steps=600, which decides, got 3
     warmup_ratio=3              | warmup_ratio: expected a fraction from 0 to 1, got 3.0; divide a percentage by 100
-    warmup_steps=30             | warmup_ratio: expected 0.0 with warmup_steps=30, got 0.05; set only one
+    warmup_steps=30             | warmup_ratio: expected 0.0 with warmup_steps=30, got 0.05; set one of them to 0
     warmup_ratio=0 warmup_steps=601 | warmup_steps + cooldown_steps: expected at most max_steps=600, got 601
     warmup_ratio=0 warmup_steps=30 max_steps=20 | warmup_steps + cooldown_steps: expected at most max_steps=20, got 30
     adamw_beta2=1               | adamw_beta2: expected 0 or more and below 1 in float32, got 1.0

@@ -264,6 +264,9 @@ def test_every_width_of_a_model_is_one_that_its_recipe_computes(recipe, multiple
     if field is None:
         checks.check(c)
         return
-    expected = f"^{re.escape(field)}: expected a multiple of {multiple} with recipe='{recipe}', .*, got 72; use "
-    with pytest.raises(ConfigError, match=expected):
+    expected = f"^{re.escape(field)}: expected a multiple of {multiple} with recipe='{recipe}', .*, got 72; "
+    with pytest.raises(ConfigError, match=f"{expected}use "):
+        checks.check(c)
+    c.model_path = "MODEL"  # whose sizes nobody can change
+    with pytest.raises(ConfigError, match=f"{expected}set recipe='bf16'$"):
         checks.check(c)

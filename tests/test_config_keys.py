@@ -14,12 +14,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import safetensors.numpy
+from exports import of_each
 from small import quick_at
 
 from surojax import ConfigError, default_config
 from surojax.assembly.from_config import architecture
 from surojax.config.checks import check
-from surojax.exchange import expert_tensors
 from surojax.exchange.huggingface import LISTS, model_fields
 from surojax.exchange.model_tensors import SINGLE, Weights, readers
 from surojax.exchange.parts import text_config
@@ -285,7 +285,7 @@ def in_files(family: str, tensors: dict[str, np.ndarray]) -> dict[str, np.ndarra
     if family != "nemotron_h":
         return tensors
     of_all = ("experts.up_proj", "experts.down_proj")
-    return expert_tensors.of_each({f"{n}.weight" if n.endswith(of_all) else n: x for n, x in tensors.items()})
+    return of_each({f"{n}.weight" if n.endswith(of_all) else n: x for n, x in tensors.items()})
 
 
 # All changes take 4 to 20 seconds of each family; for `pytest`, the windows of the one that is unlike its neighbours.

@@ -20,6 +20,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 from commands import convert
+from exports import of_each
 from small import (
     CONFIG,
     Small,
@@ -220,7 +221,7 @@ def test_models_come_out_as_they_went_in(tmp_path, case):
     weights = in_files(case, "weight")
     has_experts = any(".experts." in name for name in weights)
     of_all = has_experts and FAMILIES[given(case)["model_type"]].expert_files.only
-    separate = expert_tensors.of_each(weights) if case.startswith("nemotron") else weights if of_all else apart(weights)
+    separate = of_each(weights) if case.startswith("nemotron") else weights if of_all else apart(weights)
     if case.startswith("nemotron") and has_experts:  # without a gate they are in no file together
         weights = separate
     for i, files in enumerate((weights, separate)[: 2 if has_experts and not of_all else 1]):

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 from commands import convert
+from exports import of_each
 from small import CONFIG, Small, needs, plain_loss, plain_model, quick_at, target_names, tokens, worst_relative
 from test_adapters import REFERENCE, logits, save, theirs
 from test_deepseek import in_files as of_modules, written as written_in_float64
@@ -25,7 +26,7 @@ from test_huggingface import config, save_tokenizer
 from surojax import ConfigError, default_config, read_metrics, train
 from surojax.assembly.from_config import architecture, from_config
 from surojax.config import checks
-from surojax.exchange import expert_tensors, model_tensors, peft
+from surojax.exchange import model_tensors, peft
 from surojax.exchange.merge import there_and_back
 from surojax.exchange.naming import naming_of
 from surojax.models import decoder_model
@@ -116,7 +117,7 @@ WITHOUT_GATE = {
 
 def base_without_gate(folder: Path) -> Path:
     weights = {name: x.astype(np.float32) for name, x in of_modules("nemotron", "weight").items()}
-    return written_in_float64(folder / "base", "nemotron", expert_tensors.of_each(weights))
+    return written_in_float64(folder / "base", "nemotron", of_each(weights))
 
 
 @pytest.mark.parametrize("case", WITHOUT_GATE)

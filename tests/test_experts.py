@@ -62,7 +62,7 @@ with np.load(Path(__file__).parent / "fixtures" / "experts_reference.npz") as ar
     REFERENCE = dict(arrays)
 CASES = sorted({name.split("/")[0] for name in REFERENCE if "/" in name})
 PARTS = ("gate", "up", "down")
-EXPERTS, UNUSED, TIED = 7, 4, (5, 6)
+UNUSED, TIED = 4, (5, 6)
 LOSSES = RouterLosses(1.0, 0.1)  # those of the reference
 FOUR = {"model.num_experts": 4, "model.num_experts_per_tok": 2}
 ONLY_TOGETHER = ("gpt_oss", "granitemoe")  # whose files have no tensor for each expert
@@ -137,10 +137,9 @@ def config_of(case: str) -> decoder_config.DecoderConfig:
 def in_names(tree, model, case: str) -> dict[str, np.ndarray]:
     """Arrays of a tree like the weights, as the modules of transformers 5 have them."""
     found = tensors_by_name(jax.tree.map(np.asarray, tree), model)
-    for name in [name for name in found if ".experts.0.gate_proj." in name]:
-        before, kind = name.split("0.gate_proj.")
-        of_each = [[found.pop(f"{before}{e}.{part}_proj.{kind}") for e in range(EXPERTS)] for part in PARTS]
-        gate, up, down = map(np.stack, of_each)
+    for name in [name for name in found if ".experts.gate_proj." in name]:
+        before, kind = name.split("gate_proj.")
+        gate, up, down = (found.pop(f"{before}{part}_proj.{kind}") for part in PARTS)
         both = np.concatenate([gate, up], axis=1)
         if case == "gpt_oss":
             both[:, ::2], both[:, 1::2] = gate, up

@@ -6,10 +6,16 @@ A case whose digest differs was changed since: run that script, which asks trans
 import json
 from pathlib import Path
 
+import chex
+import jax
 import pytest
-from exports import KINDS, cases, digest, key, make
+import safetensors.numpy
+from exports import KINDS, Case, cases, config_of, digest, key, make, model_of
 from small import quick_at
 
+from surojax.exchange.export import in_files
+from surojax.exchange.model_tensors import SINGLE, Weights, stacks, tensors_by_name
+from surojax.exchange.naming import naming_of
 from surojax.families.registry import FAMILIES
 
 STORED = json.loads((Path(__file__).parent / "fixtures" / "exports_verdict.json").read_text())
@@ -79,3 +85,14 @@ def test_transformers_accepted_every_export():
         own |= {"gemma4_unified_text": OF_GEMMA3}  # six layers of Gemma, too
         limit = own.get(case.family, ROUNDED).get(case.kind, LIMIT)
         assert verdict["difference"] <= limit, (case, verdict)
+
+
+@pytest.mark.parametrize("family", ["gemma4_text inputs", "nemotron_h", "lfm2", "mixtral", "gpt_oss"])
+def test_tensors_of_a_run_are_those_of_its_models_files(tmp_path, family):
+    """What `OwnLoop.tensors` returns has the names and shapes that transformers accepted."""
+    case = Case(family, "apart", "float32")
+    folder = make(case, tmp_path)
+    model = model_of(config_of(case))[1]
+    tree = stacks(Weights(folder), model, "float32", jax.sharding.SingleDeviceSharding(jax.devices()[0]))
+    found = in_files(tensors_by_name(jax.device_get(tree), model), model, naming_of(config_of(case)))
+    chex.assert_trees_all_equal(found, safetensors.numpy.load_file(folder / SINGLE))

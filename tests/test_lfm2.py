@@ -21,10 +21,9 @@ from surojax import ConfigError, default_config
 from surojax.assembly.from_config import architecture
 from surojax.config.checks import check
 from surojax.exchange import config_json
-from surojax.exchange.expert_tensors import of_expert, without_number
+from surojax.exchange.export import in_files
 from surojax.exchange.gguf_export import gguf_metadata
 from surojax.exchange.huggingface import model_fields
-from surojax.exchange.joined_rows import part_of_rows
 from surojax.exchange.model_tensors import SINGLE, Weights, check_tensors, stacks, tensors_by_name
 from surojax.exchange.naming import naming_of
 from surojax.families import mixer_keys
@@ -76,20 +75,9 @@ def params_of(folder: Path, case: str) -> dict:
     return stacks(tensors, model, "float32", jax.sharding.SingleDeviceSharding(jax.devices()[0]))
 
 
-def in_files(tree: dict, model, case: str) -> dict[str, np.ndarray]:
+def of_tree(tree: dict, model, case: str) -> dict[str, np.ndarray]:
     """Arrays of a tree like the weights, under the names of the files."""
-    found = tensors_by_name(jax.tree.map(np.asarray, tree), model)
-    naming = naming_of(given(case))
-    tensors: dict[str, np.ndarray] = {}
-    for name in sorted(found):
-        if part := part_of_rows(name):
-            before = [tensors[part.name]] if part.part else []
-            tensors[part.name] = np.concatenate([*before, found[name]])
-        else:
-            name_of_all, expert = without_number(name)
-            in_file = naming.in_files(name_of_all)
-            tensors[in_file if expert is None else of_expert(in_file, expert)] = found[name]
-    return tensors
+    return in_files(tensors_by_name(jax.tree.map(np.asarray, tree), model), model, naming_of(given(case)))
 
 
 @pytest.mark.parametrize("case", quick_at([(case,) for case in CASES], 2))
@@ -118,7 +106,7 @@ def test_loss_and_gradients_are_those_of_transformers(tmp_path, case):
     small.state = SimpleNamespace(weights=params_of(tmp_path, case))
     loss, grads = engine_gradients(small, (REFERENCE[f"{case}/tokens"][None], REFERENCE[f"{case}/labels"][None]))
     close(loss, REFERENCE[f"{case}/loss"], "loss")
-    found, expected = in_files(grads, small.run.model, case), stored(case, "grad")
+    found, expected = of_tree(grads, small.run.model, case), stored(case, "grad")
     assert found.keys() == expected.keys()
     for name, x in found.items():
         if name.endswith("expert_bias"):

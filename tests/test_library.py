@@ -27,10 +27,12 @@ from surojax import (
     default_config,
     train,
 )
+from surojax.assembly.from_config import Brought, from_config
 from surojax.inference.trained_model import load_trained
 from surojax.models.layers import vector
 from surojax.objectives.objective import CrossEntropy
 from surojax.optim.from_optax import counts
+from surojax.placement.mesh import make_mesh
 from surojax.run import guard
 from surojax.run.callbacks import Callbacks
 from surojax.run.metrics import TIMINGS
@@ -385,6 +387,12 @@ def test_optimizers_that_cannot_be_sharded_are_refused_in_a_line(make, said):
     with pytest.raises(ConfigError) as error:
         counts(make)
     assert str(error.value).startswith("optimizer: ") and said in str(error.value) and "\n" not in str(error.value)
+
+
+def test_an_optimizer_of_optax_goes_with_a_config_without_decay(tmp_path):
+    """As configs/finetune.py has none, the config of a call that names only a model."""
+    c = config(tmp_path, weight_decay=0.0)
+    assert from_config(c, make_mesh(jax.devices()[:1]), 1, brought=Brought(optax.lion)).optimizer
 
 
 def cross_entropy(logits_NV, labels_N):

@@ -183,7 +183,9 @@ def _optimizer(c: configs.Config, total_steps: int, make: MakeTransformation | N
     settings = configs.flat(c) | {"implementation": compute(c).precision.implementation}
     if make:
         for name in ("optimizer", "weight_decay", *(field.name for field in optimizers.SETTINGS)):
-            if settings[name] != (default := configs.DEFAULTS[name]):
+            default = configs.DEFAULTS[name]
+            # Without decay the optimizer is the function's as well, and so configs/finetune.py has it.
+            if settings[name] not in ((default, 0.0) if name == "weight_decay" else (default,)):
                 raise ConfigError(
                     f"{name}: expected {default!r} with an optimizer of optax, which does not read it, got "
                     f"{settings[name]!r}; leave it out, and give it to the function"

@@ -119,7 +119,8 @@ def _check_recipe(c: Config) -> None:
     sizes = {"model.hidden_size": c.model.hidden_size} | {width.name: width.size for width in widths(c)}
     for name, width in sizes.items():
         expected = f"a multiple of {multiple} with recipe={recipe!r}, which its products need"
-        _need(width % multiple == 0, name, expected, width, f"use {-(-width // multiple) * multiple}")
+        change = "set recipe='bf16'" if c.model_path else f"use {-(-width // multiple) * multiple}"
+        _need(width % multiple == 0, name, expected, width, change)
     if recipe in BLOCK_SCALED:
         return
     tokens = c.per_device_batch_size * c.sequence_len // c.cp_size  # a tensor-parallel group gathers whole sequences

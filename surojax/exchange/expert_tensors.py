@@ -124,14 +124,6 @@ def join_experts(parts: list[np.ndarray], files: ExpertFiles) -> np.ndarray:
     return _transposed(stacked) if files.transposed else stacked
 
 
-def of_each(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Splits each tensor of all experts into one tensor for each expert; returns other tensors unchanged."""
-    separate = {}
-    for name, tensor in tensors.items():
-        separate |= {of_expert(name, e): x for e, x in enumerate(tensor)} if has_all_experts(name) else {name: tensor}
-    return separate
-
-
 def without_number(name: str) -> tuple[str, int | None]:
     """Splits a name into (name of the matrix of all experts, number of the expert or None)."""
     number = EXPERT.search(name)

@@ -14,7 +14,7 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -197,6 +197,20 @@ def export(
     return path
 
 
+def in_files(tensors: Mapping[str, np.ndarray], model: Model, naming: Naming) -> dict[str, np.ndarray]:
+    """Makes of a model's tensors, or their gradients, those of its files, by their names there.
+
+    Each expert has tensors of its own, but in families whose files never have those. tensors: by our names; some may be
+    missing.
+    """
+    pieces = _pieces(model, naming, together=False)
+    return {
+        name: _made(piece, [tensors[ours] for ours in piece.names], naming.expert_files)
+        for name, piece in pieces.items()
+        if tensors.keys() >= {*piece.names}
+    }
+
+
 def encoded(content: dict) -> bytes:
     """Encodes the content of a small JSON file."""
     return (json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode()
@@ -333,11 +347,7 @@ def _cast(tensors: Tensors, pieces: list[_Piece], files: ExpertFiles, dtype: str
             continue
         if names != piece.names:  # all experts of a tensor are read at once, and follow each other
             names, read = piece.names, [tensors.read(name) for name in piece.names]
-        if part := part_of_rows(name):
-            tensor = joined(read, part, piece.shape)
-        else:
-            tensor = expert_tensors.join_experts(read, files) if piece.of_all else read[0]
-        tensor = tensor if piece.expert is None else tensor[piece.expert]
+        tensor = _made(piece, read, files)
         stored = np.dtype(np.float32) if piece.sharing else _stored_dtype(piece, dtype)
         if tensor.dtype != stored:
             with np.errstate(over="ignore"):  # reported below
@@ -351,6 +361,14 @@ def _cast(tensors: Tensors, pieces: list[_Piece], files: ExpertFiles, dtype: str
             largest[piece.sharing] = np.max(magnitudes, axis=0)
         most = largest[piece.sharing][() if piece.expert is None else piece.expert]
         yield from compressed.compressed_matrix(dtype, tensor, float(most))
+
+
+def _made(piece: _Piece, tensors: list[np.ndarray], files: ExpertFiles) -> np.ndarray:
+    """Makes a piece of our tensors, those that it names."""
+    if part := part_of_rows(piece.names[0]):
+        return joined(tensors, part, piece.shape)
+    tensor = expert_tensors.join_experts(tensors, files) if piece.of_all else tensors[0]
+    return tensor if piece.expert is None else tensor[piece.expert]
 
 
 def _of_experts(tensors: Tensors, piece: _Piece, files: ExpertFiles, dtype: str) -> Iterable[np.ndarray]:

@@ -16,7 +16,7 @@ import numpy as np
 
 from surojax.errors import ConfigError, shown
 from surojax.exchange import bitsandbytes, compressed, joined_rows, missing, parts, stored_mxfp4
-from surojax.exchange.expert_tensors import ExpertTensor, of_each, parts_in
+from surojax.exchange.expert_tensors import ExpertTensor, parts_in
 from surojax.exchange.finite import is_finite, is_float
 from surojax.exchange.huggingface import Float8Scales, float8_scales, read_config, read_whole_config
 from surojax.exchange.joined_rows import RowsOf
@@ -381,7 +381,7 @@ def shapes(model: Model) -> dict[str, tuple[int, ...]]:
 
 
 def tensors_by_name(tree: dict, model: Model) -> dict[str, np.ndarray]:
-    """Flattens a tree of master weights, or of their gradients, to tensors by name, one for each expert.
+    """Flattens a tree of master weights, or of their gradients, to tensors by our names.
 
     tree: arrays in host memory.
     """
@@ -394,7 +394,7 @@ def tensors_by_name(tree: dict, model: Model) -> dict[str, np.ndarray]:
         for param in jax.tree.leaves(base(segment.params)):
             stack = one(param, segment.name)
             tensors |= {tensor_name(param, segment, l): stack[l] for l in range(segment.num_layers)}
-    return of_each(tensors)
+    return tensors
 
 
 def check_tensors(weights: Tensors, model: Model) -> None:

@@ -215,7 +215,7 @@ TABLE: tuple[Refusal, ...] = (
         "set eval_steps, or leave it out",
     ),
     # Schedule of the learning rate
-    Refusal(is_set("warmup_ratio", 0.1), is_set("warmup_steps", 10), "", "set only one of them"),
+    Refusal(is_set("warmup_ratio", 0.1), is_set("warmup_steps", 10), "", "set one of them to 0"),
     Refusal(
         is_one_of("cooldown_steps", 0, instead="1 or more"),
         is_one_of("lr_scheduler_type", "wsd", needs={"cooldown_steps": 10}),

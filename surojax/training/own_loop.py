@@ -1,6 +1,8 @@
 """The parts of a run for a user's own training loop: state, batches, step, evaluation, gradients, tensors by name."""
 
+import functools
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -10,8 +12,12 @@ from surojax.assembly.from_config import Brought, from_config
 from surojax.config.fields import Config
 from surojax.data.batches import training_batches
 from surojax.errors import ConfigError
+from surojax.exchange import config_json
+from surojax.exchange.export import in_files
+from surojax.exchange.gguf_file import is_gguf
 from surojax.exchange.model_tensors import tensors_by_name
-from surojax.exchange.sources import resolved
+from surojax.exchange.naming import Naming, naming_of
+from surojax.exchange.sources import naming, resolved
 from surojax.models.decoder import Block
 from surojax.objectives.objective import Objective
 from surojax.optim.from_optax import MakeTransformation
@@ -105,11 +111,26 @@ class OwnLoop:
         if self._gradients is None:
             self._gradients = self._run.gradients()
         loss, grads = self._gradients(state.weights, state.progress, *self._put(batch))
-        return float(loss), tensors_by_name(to_host(grads), self._run.model)
+        return float(loss), self._in_files(grads)
 
     def tensors(self, state: TrainState) -> dict[str, np.ndarray]:
         """Copies the master weights to host memory, by Hugging Face's names, as safetensors' `save_file` takes them."""
-        return tensors_by_name(to_host(state.master), self._run.model)
+        return self._in_files(state.master)
+
+    def _in_files(self, tree: dict) -> dict[str, np.ndarray]:
+        """Makes the tensors of the model's files of a tree like the master weights."""
+        model = self._run.model
+        return in_files(tensors_by_name(to_host(tree), model), model, self._naming)
+
+    @functools.cached_property
+    def _naming(self) -> Naming:
+        c = self._config
+        if c.model_path and not is_gguf(Path(c.model_path)):
+            return naming(c)
+        try:
+            return naming_of(config_json.made(c.model.to_dict(), c.sequence_len, {}))
+        except ConfigError:  # of no family: names that most have
+            return Naming()
 
     def _put(self, batch: dict[str, np.ndarray]) -> list[jax.Array]:
         """Copies a batch's arrays to the devices. Raises ConfigError if they are not as `batches` yields them."""
