@@ -326,9 +326,17 @@ class _Search:
             tried = changed(tried, {"files_in_memory": gibs})
             need = Memory(need.device, need.host + gibs * GiB, need.files - gibs * GiB)
         if "device_memory" not in self.keep and (gibs := self.room_on_device(family, stored, need)):
-            change |= {"device_memory": gibs}
-            tried, need = self.needed(change)
-            assert need is not None, "device_memory is refused"
+            # Whole tensors are kept, of one class after the other: with more of them a step may take longer.
+            budgets = [gibs - i / STEPS for i in range(STEPS) if gibs > i / STEPS]
+            changes = [change | {"device_memory": budget} for budget in budgets]
+            return min((self.placed(family, stored, x, *self.needed(x)) for x in changes), key=lambda x: x.seconds)
+        return self.placed(family, stored, change, tried, need)
+
+    def placed(
+        self, family: Family, stored: StorageTiers, change: Change, tried: Config, need: Memory | None
+    ) -> Candidate:
+        """The candidate of a placement with its `device_memory` and `files_in_memory`."""
+        assert need is not None, "device_memory is refused"
         on_device = kept_on_device(self.run_of(change)[1]) if tried.device_memory else ()
         stored = stored._replace(in_memory=kept_of_gpu(tried), on_device=on_device)
         return Candidate(tried, change, need, roofline.phases(family.work, stored))
