@@ -472,6 +472,30 @@ def test_layers_of_several_kinds_need_what_was_compiled(name, gpu, changes, comp
         assert batch.tokens * batch.microbatches / tokens == pytest.approx(estimate.seconds, rel=0.1)
 
 
+OF_WORDS = (
+    "model.num_hidden_layers=6 model.vocab_size=128256 lmhead_chunks=1 gradient_accumulation_steps=4 "
+    "offload_master=True offload_optimizer=True offload_grads=True offload_weights=True"
+)
+
+
+@pytest.mark.parametrize(
+    "changes, compiled",
+    [
+        ("offload_residual=True", 6.72),
+        ("offload_residual=True microbatches_per_fetch=2", 6.81),
+        ("microbatches_per_fetch=2 resident_layers=3", 8.26),
+    ],
+)
+def test_weights_are_prefetched_beside_the_head(changes, compiled):
+    """GiB of six layers of Llama 7B whose logits are the most, as compiled for an RTX 4090 on 2026-11-29, within 8 %.
+
+    One slice of tokens: with two microbatches a fetch, logits of one at a time.
+    """
+    given = flags.load_config(str(CONFIGS / "llama7b.py"))
+    c = checked(apply(given, f"gpus=1 {OF_WORDS} {changes}"), "rtx4090")
+    assert footprint.needs(c, 1, "gpu").device / GiB == pytest.approx(compiled, rel=0.08)
+
+
 def test_a_run_that_fits_gets_its_estimate():
     c = small()
     run = plan(c)

@@ -172,8 +172,8 @@ def test_device_memory_does_not_grow_with_depth(planned):
 
 
 def test_memory_limit_is_corrected_by_what_is_in_host_memory_and_by_the_state():
-    """95 % of the card and twice the temporaries in host memory, four times with layers of several kinds in turn, as a
-    part of what XLA starts from; nothing where the card's memory is not known."""
+    """95 % of the card and twice the temporaries in host memory, five times with resident layers of several kinds in
+    turn, as a part of what XLA starts from; nothing where the card's memory is not known."""
     run = from_config(config(gpus=1), jax.sharding.AbstractMesh((1, 1), DATA), total_steps=10)
     state = bytes_per_device(run.plan)
     assert state > (2 + 4 + 2 + 2) * 6_607_077_376  # work and master weights, two moments
@@ -184,11 +184,11 @@ def test_memory_limit_is_corrected_by_what_is_in_host_memory_and_by_the_state():
     assert limit(memory_bytes=card, results=state // 2) == math.ceil(100 * (0.95 * 4 - 3))
     assert limit(memory_bytes=state) == 95  # does not fit anyway
     assert MEMORY_LIMIT not in compiler_options(run, "gpu")
-    kinds = config(gpus=1, **{"model.layer_types": "linear_attention,full_attention"})
-    kinds = from_config(kinds, run.mesh, total_steps=10)
+    kinds = {"model.layer_types": "linear_attention,full_attention", "offload_weights": True, "resident_layers": 4}
+    kinds = from_config(config(gpus=1, **kinds), run.mesh, total_steps=10)
     third = bytes_per_device(kinds.plan) // 3
     in_turn = compiler_options(kinds, "gpu", memory_bytes=6 * third, host_temporaries=third)
-    assert in_turn[MEMORY_LIMIT] == math.ceil(100 * (0.95 * 2 - 1 + 4 / 3))
+    assert in_turn[MEMORY_LIMIT] == math.ceil(100 * (0.95 * 2 - 1 + 5 / 3))
     plain = from_config(config(gpus=1, xla_options="default"), run.mesh, total_steps=10)
     assert compiler_options(plain, "gpu", memory_bytes=card) == PRODUCTS
     assert compiler_options(run, "cpu", memory_bytes=24, host_temporaries=13) == {}

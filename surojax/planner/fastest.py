@@ -9,6 +9,7 @@ import dataclasses
 import math
 import time
 from collections.abc import Callable, Collection, Iterator
+from typing import Any
 
 from surojax.config.changes import Change, changed, differing, flags
 from surojax.config.fields import Config, sequences_of_step, tokens_of_step
@@ -255,7 +256,7 @@ def _until_it_fits(
         if row.fits or row.plan is None:
             return
 
-        def changed_to(candidate: Candidate = candidate, **change) -> Candidate:
+        def changed_to(candidate: Candidate = candidate, /, **change: Any) -> Candidate:
             return space.estimated(changed(candidate.config, change), candidate.change | change)
 
         budget, beyond = ("device_memory", over.device) if over.device else ("files_in_memory", over.host)

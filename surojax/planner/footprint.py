@@ -202,7 +202,7 @@ def working_space(
     memory; they are gone when layers are updated. outer_grads: of the accumulators of outer layers.
     """
     engine = run.engine
-    in_layer, of_stages = _in_flight(run, batch, platform, segments, x_bytes)
+    in_layer, of_stages, prefetched = _in_flight(run, batch, platform, segments, x_bytes)
     layer_state = max(segment.layer_state for segment in segments)
     if engine.overlap_update and not engine.table.in_files:
         # Layers in flight: one on its way back, one updated, one to update, one on its way to the device. The factors
@@ -217,7 +217,8 @@ def working_space(
     block = _block_backward(run, platform, segments)
     embedding = _embedding(run, segments, x_bytes)
     early = min(engine.table.device_memory, layer_state) if engine.table.in_files else 0  # file_step.on_their_way
-    return max(block + in_layer, _head(run, batch, platform), embedding, update) + 2 * x_bytes + of_stages + early
+    head = _head(run, batch, platform) + prefetched
+    return max(block + in_layer, head, embedding, update) + 2 * x_bytes + of_stages + early
 
 
 def _other_kinds(run: Assembly, segments: list[SegmentBytes]) -> int:
@@ -233,8 +234,9 @@ def _other_kinds(run: Assembly, segments: list[SegmentBytes]) -> int:
 
 def _in_flight(
     run: Assembly, batch: BatchShape, platform: str, segments: list[SegmentBytes], x_bytes: int
-) -> tuple[int, int]:
-    """Bytes on their way while a layer computes, and at any time between stages, by the lanes of the backward pass.
+) -> tuple[int, int, int]:
+    """Bytes on their way while a layer computes, at any time between stages, and while the head computes: the weights
+    that each loop begins with. By the lanes of the backward pass.
 
     A lane has a layer for each stage of its way: weights read ahead, gradients written late, residuals read ahead.
     """
@@ -250,13 +252,13 @@ def _in_flight(
         for segment in run.model.segments
     ]
     all_loops = [loop for of_segment in loops for of_pattern in of_segment for loop in of_pattern]
-    layer = 0
+    layer = prefetched = 0
     if weights.ahead:
         # This layer and the next; every other loop has prefetched weights of its own.
-        prefetched = [max(map(len, loops_of)) * x.fetched for loops_of, x in zip(loops, segments, strict=True)]
-        layer += (1 + bool(table.weights.resident)) * largest.fetched + sum(prefetched)
+        prefetched = bool(table.weights.resident) * largest.fetched
+        prefetched += sum(max(map(len, of_segment)) * x.fetched for of_segment, x in zip(loops, segments, strict=True))
         # Of layers further ahead, shards that are still to be gathered.
-        layer += (weights.ahead - 1) * (largest.fetched // shards(run.mesh))
+        layer += largest.fetched + prefetched + (weights.ahead - 1) * (largest.fetched // shards(run.mesh))
     if table.base_format:
         layer += max(segment.weights for segment in segments)  # numbers, beside their codes
     paired = any(comes_in_pairs(loop.stop - loop.start, loop.period) for loop in all_loops)
@@ -287,7 +289,7 @@ def _in_flight(
             of_stages += len(first_layers) * (
                 weights.ahead * largest.fetched // (shards(run.mesh) if table.weights.sharded else 1)
             )
-    return layer, of_stages
+    return layer, of_stages, prefetched
 
 
 def _head(run: Assembly, batch: BatchShape, platform: str) -> int:

@@ -321,14 +321,20 @@ class _Search:
         placed = self.known(("placed", *change.items()), lambda: self.placed(change))
         if placed is None:
             return None
-        tried, run, need = placed
+        *_, need = placed
         budget = "files_in_memory" if stored.files else "device_memory"
         gibs = self.room_in_memory(need) if stored.files else self.room_on_device(family, stored, need)
+        tries = [(change, placed)]
         if gibs and budget not in self.keep:
-            change |= {budget: gibs}
-            placed = self.placed(change)
-            assert placed is not None, f"{budget} is refused"
-            tried, run, need = placed
+            # On the device whole tensors are kept, of one class after the other: with more a step may take longer.
+            budgets = [gibs - i / STEPS for i in range(1 if stored.files else STEPS) if gibs > i / STEPS]
+            tries = [(x, self.placed(x)) for x in (change | {budget: number} for number in budgets)]
+        return min((self.with_budget(family, *x) for x in tries), key=lambda x: x.seconds)
+
+    def with_budget(self, family: Family, change: Change, placed: tuple[Config, Assembly, Memory] | None) -> Candidate:
+        """The candidate of a placement with its `device_memory` or `files_in_memory`. placed: the result for it."""
+        assert placed is not None, "a budget is refused"
+        tried, run, need = placed
         return Candidate(tried, change, need, roofline.phases(family.work, storage_tiers(tried, run)))
 
     def room_in_memory(self, need: Memory) -> float:
