@@ -201,11 +201,11 @@ def in_files(tensors: Mapping[str, np.ndarray], model: Model, naming: Naming) ->
     """Makes of a model's tensors, or their gradients, those of its files, by their names there.
 
     Each expert has tensors of its own, but in families whose files never have those. tensors: by our names; some may be
-    missing.
+    missing. Those returned are contiguous: of others, safetensors' `save_file` writes the numbers in another order.
     """
     pieces = _pieces(model, naming, together=False)
     return {
-        name: _made(piece, [tensors[ours] for ours in piece.names], naming.expert_files)
+        name: np.ascontiguousarray(_made(piece, [tensors[ours] for ours in piece.names], naming.expert_files))
         for name, piece in pieces.items()
         if tensors.keys() >= {*piece.names}
     }
