@@ -320,9 +320,13 @@ class _Search:
         gibs = self.room_in_memory(need) if stored.files else self.room_on_device(family, stored, need)
         if gibs and budget not in self.keep:
             change |= {budget: gibs}
-            placed = self.placed(change)
-            assert placed is not None, f"{budget} is refused"
-            tried, run, need = placed
+            if stored.files:  # the same run, with so many bytes elsewhere
+                tried = changed(tried, {budget: gibs})
+                need = Memory(need.device, need.host + gibs * GiB, need.files - gibs * GiB)
+            else:
+                placed = self.placed(change)
+                assert placed is not None, f"{budget} is refused"
+                tried, run, need = placed
         return Candidate(tried, change, need, roofline.phases(family.work, storage_tiers(tried, run)))
 
     def room_in_memory(self, need: Memory) -> float:
