@@ -256,19 +256,19 @@ def _until_it_fits(
         if row.fits or row.plan is None:
             return
 
-        def changed_to(candidate: Candidate = candidate, /, **change: Any) -> Candidate:
+        def changed_to(change: Change, candidate: Candidate = candidate) -> Candidate:
             return space.estimated(changed(candidate.config, change), candidate.change | change)
 
         budget, beyond = ("device_memory", over.device) if over.device else ("files_in_memory", over.host)
         if over.device and c.resident_layers:
-            fewer = changed_to(resident_layers=c.resident_layers - 1)
+            fewer = changed_to({"resident_layers": c.resident_layers - 1})
             of_layer = max(1, candidate.need.device - fewer.need.device)
             run = assembly(c)
             left = max(0, c.resident_layers - math.ceil(over.device / of_layer))
             left = resident_in_rounds(run.model, pipeline_stages(run.mesh), left)
-            candidate = changed_to(resident_layers=left)
+            candidate = changed_to({"resident_layers": left})
         elif beyond and c[budget]:
-            candidate = changed_to(**{budget: max(0.0, c[budget] - math.ceil(beyond / GiB))})
+            candidate = changed_to({budget: max(0.0, c[budget] - math.ceil(beyond / GiB))})
         else:
             return
 

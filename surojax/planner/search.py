@@ -321,15 +321,22 @@ class _Search:
         placed = self.known(("placed", *change.items()), lambda: self.placed(change))
         if placed is None:
             return None
-        *_, need = placed
-        budget = "files_in_memory" if stored.files else "device_memory"
-        gibs = self.room_in_memory(need) if stored.files else self.room_on_device(family, stored, need)
+        tried, run, need = placed
+        if stored.files and "files_in_memory" not in self.keep and (gibs := self.room_in_memory(need)):
+            change |= {"files_in_memory": gibs}  # the same run, with so many bytes elsewhere
+            tried = changed(tried, {"files_in_memory": gibs})
+            placed = tried, run, Memory(need.device, need.host + gibs * GiB, need.files - gibs * GiB)
         tries = [(change, placed)]
-        if gibs and budget not in self.keep:
-            # On the device whole tensors are kept, of one class after the other: with more a step may take longer.
-            budgets = [gibs - i / STEPS for i in range(1 if stored.files else STEPS) if gibs > i / STEPS]
-            tries = [(x, self.placed(x)) for x in (change | {budget: number} for number in budgets)]
-        return min((self.with_budget(family, *x) for x in tries), key=lambda x: x.seconds)
+        if (
+            not stored.files
+            and "device_memory" not in self.keep
+            and (gibs := self.room_on_device(family, stored, need))
+        ):
+            # Whole tensors are kept, of one class after the other: with more of them a step may take longer.
+            budgets = [gibs - i / STEPS for i in range(STEPS) if gibs > i / STEPS]
+            tries = [(x, self.placed(x)) for x in (change | {"device_memory": budget} for budget in budgets)]
+        found = [self.with_budget(family, *x) for x in tries]
+        return min(found, key=lambda x: (not x.need.fits(self.space.limits), x.seconds))
 
     def with_budget(self, family: Family, change: Change, placed: tuple[Config, Assembly, Memory] | None) -> Candidate:
         """The candidate of a placement with its `device_memory` or `files_in_memory`. placed: the result for it."""
