@@ -329,7 +329,8 @@ class _Search:
             # Whole tensors are kept, of one class after the other: with more of them a step may take longer.
             budgets = [gibs - i / STEPS for i in range(STEPS) if gibs > i / STEPS]
             changes = [change | {"device_memory": budget} for budget in budgets]
-            return min((self.placed(family, stored, x, *self.needed(x)) for x in changes), key=lambda x: x.seconds)
+            placed = [self.placed(family, stored, x, *self.needed(x)) for x in changes]
+            return min(placed, key=lambda x: (not x.need.fits(self.space.limits), x.seconds))
         return self.placed(family, stored, change, tried, need)
 
     def placed(
