@@ -10,7 +10,7 @@ too many combinations to try all. Four rules make few of them enough.
   `Family`, and of each family only the fastest placement that fits can be the best. Placements are tried in the order
   of their estimated time; the first that fits ends the search of the family, but for ties with it that do not offload
   all that it does. A placement that would not fit even if working space did not grow is passed over. If weights are
-  offloaded, as many layers stay resident as fit.
+  offloaded, as many layers stay resident as fit, of layers of several kinds in turn whole rounds.
 * With nothing offloaded a family is as fast as it can be. Families are taken in the order of that time. As soon as it
   exceeds the time of the `KEPT`-th best placement found, no other family can have a better one, and the search ends.
 * Files are slower than host memory. They are tried only if nothing fits without them, and the host memory that is left
