@@ -99,6 +99,19 @@ def test_a_group_gathers_each_layer_once_a_pass():
     assert found == {group: 9 * (2 * 3 * 4 // group + 1) + 3 for group in (1, 4)}
 
 
+def barriers(group: int, slices: int) -> int:
+    """Optimization barriers in a step of two microbatches with its head in so many slices."""
+    small = Small(microbatches_per_fetch=group, lmhead_chunks=slices)
+    batch = [jax.ShapeDtypeStruct((2, 8, 16), np.int32, sharding=batch_sharding(small.mesh))] * 2
+    return small.step.lower(small.plan, *batch).as_text().count("optimization_barrier")
+
+
+def test_heads_of_one_slice_are_done_one_after_the_other():
+    """With a barrier after each, or XLA for GPUs has the logits of all microbatches in memory at once."""
+    assert barriers(2, 1) == barriers(2, 2) + 2
+    assert barriers(1, 1) == barriers(1, 2)
+
+
 @pytest.mark.parametrize("group, change", [(3, "use 4"), (8, "use 4")])
 def test_groups_must_divide_the_microbatches(group, change):
     c = default_config()

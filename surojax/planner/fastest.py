@@ -9,7 +9,6 @@ import dataclasses
 import math
 import time
 from collections.abc import Callable, Collection, Iterator
-from typing import Any
 
 from surojax.config.changes import Change, changed, differing, flags
 from surojax.config.fields import Config, sequences_of_step, tokens_of_step

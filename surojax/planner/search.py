@@ -10,7 +10,7 @@ too many combinations to try all. Four rules make few of them enough.
   `Family`, and of each family only the fastest placement that fits can be the best. Placements are tried in the order
   of their estimated time; the first that fits ends the search of the family, but for ties with it that do not offload
   all that it does. A placement that would not fit even if working space did not grow is passed over. If weights are
-  offloaded, as many layers stay resident as fit.
+  offloaded, as many layers stay resident as fit, of layers of several kinds in turn whole rounds.
 * With nothing offloaded a family is as fast as it can be. Families are taken in the order of that time. As soon as it
   exceeds the time of the `KEPT`-th best placement found, no other family can have a better one, and the search ends.
 * Files are slower than host memory. They are tried only if nothing fits without them, and the host memory that is left
@@ -327,11 +327,7 @@ class _Search:
             tried = changed(tried, {"files_in_memory": gibs})
             placed = tried, run, Memory(need.device, need.host + gibs * GiB, need.files - gibs * GiB)
         tries = [(change, placed)]
-        if (
-            not stored.files
-            and "device_memory" not in self.keep
-            and (gibs := self.room_on_device(family, stored, need))
-        ):
+        if "device_memory" not in self.keep and (gibs := self.room_on_device(family, stored, need)):
             # Whole tensors are kept, of one class after the other: with more of them a step may take longer.
             budgets = [gibs - i / STEPS for i in range(STEPS) if gibs > i / STEPS]
             tries = [(x, self.placed(x)) for x in (change | {"device_memory": budget} for budget in budgets)]
@@ -356,6 +352,8 @@ class _Search:
 
     def room_on_device(self, family: Family, stored: StorageTiers, need: Memory) -> float:
         """GiB of device memory that a placement leaves, at most what it has of `TO_DEVICE` in host memory."""
+        if stored.files:
+            return 0.0
         left = self.space.limits.device - (1 + UNCERTAIN) * need.device
         return in_steps(min(left, sum(family.work.sizes[row] for row in TO_DEVICE if row in stored.offloaded)))
 
