@@ -220,12 +220,15 @@ def test_a_config_by_its_name(tmp_path, monkeypatch):
 # -- A new config ------------------------------------------------------------------------------------------------------
 
 
+def test_the_data_of_a_new_config():
+    data = {model: new.given(model, 1, "", "runs/x").data for model in ("tiny", "llama7b", "a/b")}
+    assert data == {"tiny": new.EXAMPLE, "llama7b": new.DATA, "a/b": new.DATA}
+
+
 @pytest.mark.full
 def test_a_new_config(tmp_path, monkeypatch, capsys):
     """It loads, fits by estimate, has what its model's config has but for placement, and a comment above each field."""
     monkeypatch.chdir(tmp_path)
-    data = {model: new.given(model, 1, "", "runs/x").data for model in ("tiny", "llama7b", "a/b")}
-    assert data == {"tiny": new.EXAMPLE, "llama7b": new.DATA, "a/b": new.DATA}
     new.main(["mine", "--model", "llama125m", "--gpu", "4060", "--data", "a.txt"])
     assert capsys.readouterr().out.startswith("written: mine.py; surojax train --config mine.py\n  add c.tokenizer")
     c = flags.load_config("mine.py")

@@ -389,10 +389,12 @@ def test_optimizers_that_cannot_be_sharded_are_refused_in_a_line(make, said):
     assert str(error.value).startswith("optimizer: ") and said in str(error.value) and "\n" not in str(error.value)
 
 
-def test_an_optimizer_of_optax_goes_with_a_config_without_decay(tmp_path):
+def test_an_optimizer_of_optax_has_the_clipping_of_a_config_without_decay(tmp_path):
     """As configs/finetune.py has none, the config of a call that names only a model."""
-    c = config(tmp_path, weight_decay=0.0)
-    assert from_config(c, make_mesh(jax.devices()[:1]), 1, brought=Brought(optax.lion)).optimizer
+    c = config(tmp_path, weight_decay=0.0, max_grad_norm=0.5)
+    optimizer = from_config(c, make_mesh(jax.devices()[:1]), 1, brought=Brought(optax.lion)).optimizer
+    clip = optimizer.scalars(jnp.int32(0), jnp.float32(8))["clip"]
+    np.testing.assert_allclose(clip, 0.5 / 8, rtol=1e-6)
 
 
 def cross_entropy(logits_NV, labels_N):
