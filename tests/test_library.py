@@ -393,7 +393,7 @@ def test_an_optimizer_of_optax_has_the_clipping_of_a_config_without_decay(tmp_pa
     """As configs/finetune.py has none, the config of a call that names only a model."""
     c = config(tmp_path, weight_decay=0.0, max_grad_norm=0.5)
     optimizer = from_config(c, make_mesh(jax.devices()[:1]), 1, brought=Brought(optax.lion)).optimizer
-    clip = optimizer.scalars(jnp.int32(0), jnp.float32(8))["clip"]
+    clip = optimizer.scalars(jax.numpy.int32(0), jax.numpy.float32(8))["clip"]
     np.testing.assert_allclose(clip, 0.5 / 8, rtol=1e-6)
 
 
