@@ -50,6 +50,17 @@ def test_the_samples_shown_are_the_runs_first(config):
     assert sum(line.startswith("row ") for line in every) == len(found.train) < 10**6
 
 
+def test_samples_that_are_no_batch_are_said(config, capsys):
+    """Of the sequences that all GPUs take together; two of them share one with cp_size=2."""
+    config.update({"gpus": 8, "per_device_batch_size": 50})
+    prepared, _ = prepare(config)
+    few = len(prepared.train.all)
+    assert f"{few:,} samples are fewer than the 400 of a batch, which `train` refuses" in capsys.readouterr().out
+    config.update({"cp_size": 2, "per_device_batch_size": few // 4})
+    prepare(config)
+    assert "fewer" not in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1", "utf-8"])
 def test_a_terminal_that_lacks_letters_shows_their_codes(monkeypatch, encoding):
     terminal = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
