@@ -13,10 +13,12 @@ import safetensors.numpy
 from exports import KINDS, Case, cases, config_of, digest, key, make, model_of
 from small import quick_at
 
+from surojax.exchange import config_json
 from surojax.exchange.export import in_files
 from surojax.exchange.model_tensors import SINGLE, Weights, stacks, tensors_by_name
 from surojax.exchange.naming import naming_of
 from surojax.families.registry import FAMILIES
+from surojax.placement.param import Kind
 
 STORED = json.loads((Path(__file__).parent / "fixtures" / "exports_verdict.json").read_text())
 VERDICTS = STORED["verdicts"]
@@ -97,3 +99,17 @@ def test_tensors_of_a_run_are_those_of_its_models_files(tmp_path, family):
     found = in_files(tensors_by_name(jax.device_get(tree), model), model, naming_of(config_of(case)))
     safetensors.numpy.save_file(found, tmp_path / SINGLE)
     chex.assert_trees_all_equal(*map(safetensors.numpy.load_file, (tmp_path / SINGLE, folder / SINGLE)))
+
+
+def test_no_format_quantises_what_routers_compute_with():
+    """Tables by family say which modules are written as they are: all that are of `Kind.ROUTER`, in layers alone."""
+    whole = {
+        param.name
+        for case in cases()
+        if case.kind == "float32"
+        for segment in model_of(config_of(case))[1].segments
+        for param in jax.tree.leaves(segment.params)
+        if param.kind is Kind.ROUTER
+    }
+    # A part of the projection for all layers; exports in 8 and 4 bits refuse parts.
+    assert whole - {"layer_input.model_projection"} == {*config_json.WHOLE}

@@ -150,6 +150,8 @@ def test_models_go_to_gguf_and_back(tmp_path, case):
         assert said["feed_forward_length"] == [width if name in ("moe", "mlp") else 0 for name in types]
     else:
         assert said.get("rope.scaling.finetuned", True) == (config["position_embedding_type"] == "rope")
+        factors = [said[key] for key in ("embedding_scale", "residual_scale", "logit_scale", "attention.scale")]
+        assert factors == pytest.approx([1.5, 0.6, 0.8, 0.3])  # by name: all four differ
         width, which = config["shared_intermediate_size"], "shexp" if config["num_local_experts"] else ""
         joined = ours["model.layers.1.shared_mlp.input_linear.weight"]
         for part, name in zip(np.split(joined, 2), ("gate", "up"), strict=True):

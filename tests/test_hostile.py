@@ -245,6 +245,8 @@ def test_experts_in_one_tensor_without_two_halves(stored):
 def test_rows_that_are_no_equal_parts():
     part = RowsOf("conv.in_proj.weight", part=1, parts=3)
     assert part.shape((12, 4)) == (4, 4)
+    # An axis of one channel is dropped (taps of a convolution are stored [channels, 1, taps]), but not the only one.
+    assert [part.shape(x) for x in ((12, 1, 2), (12, 2, 5), (12, 1))] == [(4, 2), (4, 2, 5), (4, 1)]
     for stored in ((4, 4), ()):
         with pytest.raises(ConfigError, match=r"conv\.in_proj\.weight: expected 3 equal parts along axis 0, got \["):
             part.shape(stored)

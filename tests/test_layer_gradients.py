@@ -27,7 +27,7 @@ from surojax.placement.param import OUTER
 from surojax.planner import file_time, footprint
 from surojax.planner.traffic import BatchShape
 from surojax.step.between import WorkWeights
-from surojax.step.file_step import UpdatingRounds
+from surojax.step.file_step import UpdatingRounds, on_their_way
 from surojax.step.several_programs import SeveralPrograms
 from surojax.step.state_plan import bytes_per_device, leaf_bytes
 from surojax.step.train_step import evaluated, up_to_date
@@ -315,3 +315,16 @@ def test_several_processes_are_refused(tmp_path, monkeypatch):
         ConfigError, match=r"offload_weights, offload_grads, offload_residual: .* several processes, got 'nvme'"
     ):
         Small(batch=(A, B, S), nvme_path=str(tmp_path), **STEP)
+
+
+def test_the_largest_arrays_that_fit_are_on_the_device_a_layer_early():
+    """Of those in host memory: 24 bytes leave room for 16, then for 8; the rest, and what is on the device, stays."""
+
+    def planned(size: int, home):
+        sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0], memory_kind=home.memory_kind)
+        return jax.ShapeDtypeStruct((size,), np.int8, sharding=sharding)
+
+    arrays = {"a": planned(8, HOST), "b": planned(16, HOST), "c": planned(12, HOST), "d": planned(4, DEVICE)}
+    placed, early = on_their_way(arrays, 24)
+    assert {name: home_of(x) for name, x in placed.items()} == {"a": DEVICE, "b": DEVICE, "c": HOST, "d": DEVICE}
+    assert [x.shape for x in early] == [(16,), (8,)]

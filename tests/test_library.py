@@ -424,6 +424,13 @@ class Summed(CrossEntropy):
         return x_ND[:, 0]
 
 
+class FloatCount(CrossEntropy):
+    """An objective that counts in floats."""
+
+    def count(self, targets):
+        return super().count(targets).astype(jax.numpy.float32)
+
+
 @pytest.mark.parametrize(
     "fields, brought, said",
     [
@@ -439,6 +446,7 @@ class Summed(CrossEntropy):
         ({}, {"objective": LossOfLogits(lambda z: z)}, r"a function that JAX can trace, got TypeError"),
         ({}, {"objective": cross_entropy}, r"expected LossOfLogits\(function\).* got a function, .*; wrap it"),
         ({}, {"objective": 3}, "got int, which has no targets"),
+        ({}, {"objective": FloatCount()}, r"objective.count: expected int32 \[\], got float32 \[\]; return that"),
         ({}, {"objective": Summed()}, r"objective.loss: expected float32 \[\], got float32 \[N\]; return that"),
         ({}, {"optimizer": optax.adam(1e-3)}, "optimizer: .* is not callable"),
         ({}, {"callbacks": print}, "callbacks: expected a list of functions, got print; put it in a list"),

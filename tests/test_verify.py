@@ -132,6 +132,8 @@ def test_a_setting_that_changes_the_result_fails(tmp_path, monkeypatch, capsys):
 def test_what_is_held_against_a_bound():
     """Equal to the bit, within a bound, a setting that did nothing, and numbers that are none."""
     bounds, plain = bounds_of.expected_bounds(small_config()), [(4.0, 1.0), (3.0, 2.0)]
+    of_bfloat16 = bounds_of.expected_bounds(small_config(model_dtype="bfloat16"))
+    assert of_bfloat16["saved"].reason.startswith("saved residuals are rounded to bfloat16")
     moved = lambda by: [plain[0], (3.0 * (1 + by), 2.0)]
     assert judge(plain, plain, bounds["same"])[0] == "pass"
     assert judge(moved(2.0**-23), plain, bounds["same"])[0] == "FAIL"
