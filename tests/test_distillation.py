@@ -40,7 +40,7 @@ from surojax.errors import ConfigError
 from surojax.inference.forward import hidden
 from surojax.inference.trained_model import load_trained
 from surojax.models.decoder_model import build
-from surojax.objectives.distillation import NOTHING, Distillation, label
+from surojax.objectives.distillation import NOTHING, Distillation, label, lse
 from surojax.objectives.teacher_states import TEACHER_HEAD, StateDistillation, with_teacher_head
 from surojax.placement.layout import batch_sharding
 from surojax.placement.param import OUTER, with_part
@@ -240,6 +240,14 @@ def test_labels_are_the_likeliest_tokens_and_the_rest():
     np.testing.assert_allclose(logprobs[:, 8], rest, rtol=1e-4)
     assert np.isfinite(logprobs).all()
     assert (compiled_label(jnp.asarray(logits, jnp.float32), V, 2.0)[1][:, -1] < NOTHING / 2).all()
+
+
+def test_log_sum_exp_of_a_divided_vocabulary():
+    """Of logits far apart on two devices, which one exponent does not hold."""
+    mesh = jax.sharding.Mesh(jax.devices()[:2], ("tp",))
+    x_MV = np.float32([[0, 1, 200, 2], [300, 3, 4, 5], [-200, -201, -2, -1]])
+    over_both = jax.shard_map(lambda x: lse(x, ("tp",)), mesh=mesh, in_specs=jax.P(None, "tp"), out_specs=jax.P())
+    np.testing.assert_allclose(jax.jit(over_both)(x_MV), jax.nn.logsumexp(x_MV, axis=1), rtol=1e-6)
 
 
 # -- Runs -------------------------------------------------------------------------------------------------------------
