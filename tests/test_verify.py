@@ -152,6 +152,11 @@ NO_ROW = {  # fields of `Storage` that no row has, and why
 }
 
 
+def test_a_config_that_a_run_refuses_is_refused():
+    with pytest.raises(ConfigError, match=r"^lmhead_chunks: expected a divisor of"):
+        rows_of.Curves(small_config(lmhead_chunks=7), 1, None)
+
+
 def test_every_setting_of_the_table_has_a_row():
     """A new field of `placement.Storage`, or a new way to recompute, needs a line in SETTINGS."""
     keywords = {*names_of(Storage), *RECOMPUTE_PARTS}
