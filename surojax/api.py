@@ -197,7 +197,7 @@ def estimate(
     Raises ConfigError for settings that `train` refuses, and for an unknown GPU.
     """
     from surojax.planner import candidate, footprint, seen
-    from surojax.planner.disks import disks
+    from surojax.planner.drives import disks
     from surojax.planner.gpus import gpu_key, with_nodes
     from surojax.planner.run_plan import checked
     from surojax.planner.traffic import batch_of

@@ -28,7 +28,8 @@ from surojax.plan import add_cost, add_disk, check_cost, check_output
 from surojax.planner import aot, footprint
 from surojax.planner.amounts import GiB, gib
 from surojax.planner.choices import AXES, FOLDER, NUMBERS, with_batch
-from surojax.planner.disks import disks, wear
+from surojax.planner.disks import wear
+from surojax.planner.drives import disks
 from surojax.planner.fastest import MOST_COMPILED, FitResult, Trial, fastest
 from surojax.planner.gpus import GPUS, gpu_key
 from surojax.planner.plan_text import cost, range_lines

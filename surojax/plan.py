@@ -21,7 +21,7 @@ from surojax.config.fields import Config
 from surojax.config.flags import parse_flags
 from surojax.errors import ConfigError, ending, ends_with_code, short_exit_codes
 from surojax.pages.plan_page import PlanRequest, model_name, page
-from surojax.planner.disks import DRIVES, disks
+from surojax.planner.drives import DRIVES, disks
 from surojax.planner.gpus import GPUS, gpu_key
 from surojax.planner.plan_text import cost, plan_table
 from surojax.planner.prediction import read_trace

@@ -15,7 +15,8 @@ from surojax.config import flags
 from surojax.errors import ConfigError
 from surojax.planner import file_time, footprint, seen, traffic
 from surojax.planner.costs import MAIN
-from surojax.planner.disks import DRIVES, SAID, Disks, disks, wear
+from surojax.planner.disks import SAID, Disks, wear
+from surojax.planner.drives import DRIVES, disks
 from surojax.planner.file_time import SimulatedStep
 from surojax.planner.gpus import GPUS
 from surojax.planner.rates import DISKS

@@ -8,7 +8,7 @@ import pytest
 
 from surojax import ConfigError, default_config
 from surojax.data.files import NotText
-from surojax.planner import costs, disks, gpus
+from surojax.planner import costs, drives, gpus
 from surojax.training import safe
 
 
@@ -36,7 +36,7 @@ def test_cards_without_bfloat16(name, reason):
 def test_drives_by_name(name, read, write, tbw):
     """Makers' sheets, and what a full cache left; of the last two one write of the drive a day for five years."""
     for count in (1, 3):
-        found = disks.disks(f"{name}:{count}" if count > 1 else name)
+        found = drives.disks(f"{name}:{count}" if count > 1 else name)
         assert (found.read, found.write) == (count * read * 1e9, count * write * 1e9)
         assert found.tbw == pytest.approx(count * tbw)
 

@@ -27,7 +27,7 @@ from surojax.errors import Refused
 from surojax.pages import studio_page
 from surojax.pages.template import fill
 from surojax.planner import aot, candidate
-from surojax.planner.disks import disks
+from surojax.planner.drives import disks
 from surojax.planner.gpus import with_nodes
 from surojax.planner.run_plan import checked, plan
 

@@ -11,7 +11,7 @@ from surojax.data import decompression, entries, run_data, templates
 from surojax.exchange import export, gguf_export, gguf_file, gguf_metadata, missing, peft, shards
 from surojax.families import family, gemma
 from surojax.models import lora, operations
-from surojax.planner import choices, costs, disks, gpus, hlo, products, rates
+from surojax.planner import choices, costs, drives, gpus, hlo, products, rates
 from surojax.run import trackers
 
 ARCHITECTURES = {name: [x.architecture for x in all_] for name, all_ in gguf_file.OF_FAMILY.items()}
@@ -44,7 +44,7 @@ ARCHITECTURES.pop("gemma4_unified_text")  # read as the other Gemma 4
         operations.ACTIVATIONS,
         choices.OFFLOADS,
         choices.NUMBERS,
-        disks.DRIVES,
+        drives.DRIVES,
         gpus.SM_FLOP,
         gpus.SOURCES,
         gpus.REFUSED,

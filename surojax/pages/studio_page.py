@@ -29,7 +29,8 @@ from surojax.planner import aot, seen
 from surojax.planner.amounts import Memory
 from surojax.planner.candidate import Candidate, memory_limits
 from surojax.planner.choices import with_batch
-from surojax.planner.disks import Disks, disks
+from surojax.planner.disks import Disks
+from surojax.planner.drives import disks
 from surojax.planner.gpus import GB, GPUS, gpu_key, with_nodes
 from surojax.planner.prediction import duration
 from surojax.planner.remedies import NOTHING, unlike, with_limits_lifted
@@ -55,7 +56,7 @@ class StudioQuery:
     """A query for a model, a machine and settings. config: with machine and settings. given: without the settings.
 
     model: what `--config` takes, or `--config.model_path`. host: GiB of a machine's memory, and files: GB on its
-    drives; None: as much as needed, and none. disk: see `disks.disks`.
+    drives; None: as much as needed, and none. disk: see `drives.disks`.
     """
 
     model: str

@@ -18,7 +18,8 @@ from surojax.planner import aot, choices, remedies, seen
 from surojax.planner.amounts import GiB, Memory, gib
 from surojax.planner.candidate import Candidate, memory_limits
 from surojax.planner.choices import NUMBERS
-from surojax.planner.disks import Disks, disks
+from surojax.planner.disks import Disks
+from surojax.planner.drives import disks
 from surojax.planner.footprint import assembly
 from surojax.planner.gpus import GB, gpu_key, with_nodes
 from surojax.planner.layer_sizes import resident_in_rounds
@@ -111,7 +112,7 @@ def fastest(
     gpu: what `gpus.gpu_key` takes. host_memory: of a machine, in GiB; None: as much as needed. gpus_per_node: GPUs
     in a machine; None: as usual. host_bandwidth: of its host memory, in GB/s; None: see `Gpu.host_memory`. nvme: room
     for files in GB, on the drives of all machines together; None: no files. disk: the disks of a machine, as
-    `disks.disks` takes them; None: assumed. allow: words of `choices.NUMBERS`. keep: fields that are not changed.
+    `drives.disks` takes them; None: assumed. allow: words of `choices.NUMBERS`. keep: fields that are not changed.
     most: settings that are compiled. say: prints a line. status: shows what is at work, until the next call.
 
     Raises ConfigError for what `train` refuses, and for an unknown GPU.

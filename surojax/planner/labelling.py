@@ -23,7 +23,8 @@ from surojax.placement.mesh import data_parallel, make_mesh
 from surojax.planner import aot, hlo, run_plan, stages
 from surojax.planner.amounts import gib
 from surojax.planner.costs import HOST_IN, ProgramOnGpu
-from surojax.planner.disks import Disks, disks
+from surojax.planner.disks import Disks
+from surojax.planner.drives import disks
 from surojax.planner.file_time import moved
 from surojax.planner.gpus import GB, GPUS, Gpu, gpu_key, with_nodes
 from surojax.planner.layer_sizes import size

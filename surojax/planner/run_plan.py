@@ -49,7 +49,8 @@ from surojax.planner import (
     traffic,
 )
 from surojax.planner.amounts import GiB, Memory
-from surojax.planner.disks import Disks, disks
+from surojax.planner.disks import Disks
+from surojax.planner.drives import disks
 from surojax.planner.gpus import GPUS, Gpu, gpu_key, with_nodes
 from surojax.planner.prediction import Prediction
 from surojax.step import train_step as step
@@ -127,7 +128,7 @@ def plan(
     gpu: what `gpus.gpu_key` takes. gpus_per_node: GPUs in a machine; None: as usual. host_bandwidth: GB/s that a
     machine's host memory moves, both ways; None: see `Gpu.host_memory`. trace: a file for a trace of the simulated step
     (`prediction.trace`), written if its time is predicted. disk: the disks of a machine that hold files, as
-    `disks.disks` takes them; None: assumed.
+    `drives.disks` takes them; None: assumed.
     advise: look for `changes` if it does not fit.
 
     A process can compile for one kind of GPU only. A kind that this process cannot compile for (`aot.usable`) is
