@@ -171,7 +171,7 @@ def field_cases() -> list[tuple[str, str]]:
     output_dir=text.txt         | text.txt is a file; choose another path
     output_dir=text.txt/below   | text.txt is a file; choose another path
     output_dir=/proc/surojax    | output_dir: expected a folder that can be written, got '/proc/surojax'
-    output_dir=~nobody-here/run | output_dir: expected a folder that can be written, got '~nobody-here/run'
+    output_dir=~nobody-here/run | output_dir: expected a folder that can be written, got '~nobody-here/run' (Could
     resume_from_checkpoint=     | resume_from_checkpoint: expected text that is not empty
     resume_from_checkpoint=true | resume_from_checkpoint: expected 'auto', 'no' or a checkpoint, got 'true'
     resume_from_checkpoint=runs/none | resume_from_checkpoint: expected 'auto', 'no' or a checkpoint, got 'runs/none'
