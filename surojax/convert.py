@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from surojax.assembly import from_config
 from surojax.config import checks
 from surojax.config.fields import Config, default_config
-from surojax.data import gguf_tokenizer
+from surojax.data import gguf_tokenizer_export
 from surojax.data.modelfile import modelfile as modelfile_text
 from surojax.data.tokenizer import load_tokenizer
 from surojax.errors import CheckpointError, ConfigError, ending, ends_with_code, in_words_of, refusing, short_exit_codes
@@ -222,7 +222,7 @@ def gguf_tokenizer_of(config: dict[str, Any], files: Files, path: str | Path) ->
         )
     tokenizer = model_folder.tokenizer_in(files, config)
     content = files["tokenizer.json"].decode()
-    metadata = gguf_tokenizer.tokenizer_metadata(tokenizer, content, "tokenizer.json", config["vocab_size"])
+    metadata = gguf_tokenizer_export.tokenizer_metadata(tokenizer, content, "tokenizer.json", config["vocab_size"])
     modelfile = modelfile_text(Path(path).name, tokenizer)
     pad = config.get("pad_token_id")
     if isinstance(pad, int) and 0 <= pad < config["vocab_size"]:

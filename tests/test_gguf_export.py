@@ -23,7 +23,8 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 
 from surojax import ConfigError
 from surojax.data import gguf_pieces
-from surojax.data.gguf_tokenizer import RULES, WRITTEN
+from surojax.data.gguf_tokenizer import RULES
+from surojax.data.gguf_tokenizer_export import WRITTEN
 from surojax.data.tokenizer import load_tokenizer
 from surojax.exchange import gguf_export
 from surojax.exchange.gguf_export import check_gguf_path
