@@ -2,6 +2,7 @@
 
 import ast
 import functools
+import graphlib
 import re
 import subprocess
 import sys
@@ -78,6 +79,12 @@ def test_imports_go_one_way():
             reads_fields = other == ("config", "fields") and room == "exchange"  # the fields that a config.json sets
             below = other[0] == "data" and room in ("inference", "training", "commands")
             assert below or reads_fields or ORDER.index(room_of(other)) < ORDER.index(room), f"{name} imports {other}"
+
+
+def test_no_files_import_each_other_in_a_circle():
+    """Imports inside functions and of types alone count as well: who reads one file of a circle reads all of it."""
+    modules = {file.relative_to(PACKAGE).with_suffix("").parts: file for file in FILES}
+    list(graphlib.TopologicalSorter({name: imports(file) for name, file in modules.items()}).static_order())
 
 
 def test_the_rooms_are_those_of_the_order():
