@@ -68,9 +68,9 @@ def test_random_numbers_of_a_step_are_those_of_its_number(monkeypatch):
     """The passes are told how many updates were before, whether the last one is applied in the same program or not."""
     plain = engine.loss_and_gradients
 
-    def told(*arguments, step, **others):
-        found = plain(*arguments, step=step, **others)
-        return found._replace(metrics=found.metrics | {"loss": jnp.asarray(step, jnp.float32)})
+    def told(*arguments, progress, **others):
+        found = plain(*arguments, progress=progress, **others)
+        return found._replace(metrics=found.metrics | {"loss": jnp.asarray(progress.step, jnp.float32)})
 
     monkeypatch.setattr(engine, "loss_and_gradients", told)
     one_layer = dataclasses.replace(CONFIG, num_hidden_layers=1)
