@@ -1,4 +1,4 @@
-"""Converts the tokenizer of a GGUF file to a Hugging Face `tokenizer.json`; gguf_tokenizer_export.py: the other way.
+"""Converts the tokenizer of a GGUF file to a Hugging Face `tokenizer.json`; back: gguf_tokenizer_export.py.
 
 GGUF stores tokens, merges and kinds of tokens, and names the rule by which text is split before the merges apply
 (`tokenizer.ggml.pre`). The rules are those of the models' own tokenizer.json. Files are of byte-level BPE ("gpt2"), or

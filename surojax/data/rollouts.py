@@ -172,13 +172,10 @@ class RolloutEncoder:
             raise NotARow(f"expected token ids in {name!r}, got {field_names(record)}")
         ids = array_of(values)
         if ids is None or ids.ndim != 1 or ids.dtype.kind not in "iu" or not ids.size:
-            got = (
-                "lists of other lengths, or true among numbers"
-                if ids is None
-                else f"{ids.dtype} {[*ids.shape]}"
-                if ids.size
-                else "none"
-            )
+            if ids is None:
+                got = "lists of other lengths, or true among numbers"
+            else:
+                got = f"{ids.dtype} {[*ids.shape]}" if ids.size else "none"
             raise NotARow(f"{name}: expected token ids, integers [tokens], got {got}")
         if ids.min() < 0 or ids.max() >= self.vocab_size:
             got = f"{ids.min()} to {ids.max()}"

@@ -364,7 +364,7 @@ def _cast(tensors: Tensors, pieces: list[_Piece], files: ExpertFiles, dtype: str
 
 
 def _made(piece: _Piece, tensors: list[np.ndarray], files: ExpertFiles) -> np.ndarray:
-    """Makes a piece of our tensors, those that it names."""
+    """Makes a piece from `tensors`: our tensors of `piece.names`, in that order."""
     if part := part_of_rows(piece.names[0]):
         return joined(tensors, part, piece.shape)
     tensor = expert_tensors.join_experts(tensors, files) if piece.of_all else tensors[0]

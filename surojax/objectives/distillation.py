@@ -122,9 +122,8 @@ class Distillation(OfLabels):
         scaled_Mv = z_Mv / self.temperature
         lse_of_rest_M = lse(_with_values(scaled_Mv, columns_MK, jnp.full_like(of_ids_MK, NOTHING)), axes)
         lse_M = jnp.logaddexp(jax.nn.logsumexp(of_ids_MK, axis=1), lse_of_rest_M)
-        log_s = (
-            jnp.concatenate([of_ids_MK, lse_of_rest_M[:, None]], axis=1) - lse_M[:, None]
-        )  # log-probabilities of the classes
+        # Log-probabilities of the classes.
+        log_s = jnp.concatenate([of_ids_MK, lse_of_rest_M[:, None]], axis=1) - lse_M[:, None]
         s_Mv = jnp.exp(scaled_Mv - lse_M[:, None])
         if self.kl == "forward":
             kl_M = -jnp.sum(jnp.exp(log_p) * (log_s - log_p), axis=1)

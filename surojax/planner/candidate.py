@@ -65,7 +65,7 @@ def estimated(c: Config, gpu: Gpu, change: Change | None = None, disks: Disks = 
 
 
 def storage_tiers(c: Config, run: Assembly) -> StorageTiers:
-    """Where the tensors of a run of a config are stored.
+    """Returns the memories in which the tensors of a config's run are stored.
 
     `files_in_memory` is of one process that has all GPUs, as in every plan.
     """

@@ -191,7 +191,7 @@ def _trials(
     rows: list[Trial] = []
     refuted: list[Trial] = []
     refusal = None  # of the compiler or of the checks that come with it
-    number = 0  # of compiled rows
+    number = 0  # compiled rows so far
     started, total = time.perf_counter(), min(most, len(found.candidates))
     for candidate in in_order(found.candidates):
         own = differing(space.config, candidate.change)  # "auto" and what it stands for are no change

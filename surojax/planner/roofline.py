@@ -84,7 +84,7 @@ class StepWork:
     microbatches: int
     rounds: int  # times that a stage's layers take the time of a microbatch, in each direction
     layers: int  # of a stage
-    segments: int  # whose layers an update goes over by themselves
+    segments: int  # an update is a loop over layers for each of them
     blocks: Seconds  # that they compute
     sent: Mapping[str | LaneStage, float]  # seconds of collectives, by `StepCollective.part`
     smallest: float  # the part of a layer's reductions that is of its smallest matrix

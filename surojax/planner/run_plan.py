@@ -99,7 +99,7 @@ class Plan(Prediction):
 
     @property
     def need(self) -> Memory:
-        """What the run needs."""
+        """The bytes that the run needs: of each GPU, of a machine's host memory, and of all files."""
         return Memory(self.device_bytes, self.gpus_per_node * self.host_bytes, self.gpus * self.nvme_bytes)
 
     def __repr__(self) -> str:

@@ -173,7 +173,7 @@ def record_disk(path: str, folder: str, rates: DiskRates) -> str:
     if not path:
         return ""
     entries = [_entry(folder, 0, rate, value / GB) for rate, value in zip(DISK_RATES, rates, strict=True)]
-    if not all(_is_possible(x["rate"], x["value"]) for x in entries):  # which would make the file unreadable
+    if not all(_is_possible(x["rate"], x["value"]) for x in entries):  # else the file could not be read
         return "note: what was measured is not written: no disk has such rates"
     for entry in entries:
         if note := _add(path, entry, ("device_kind", "rate")):

@@ -129,7 +129,7 @@ class OwnLoop:
             return naming(c)
         try:
             return naming_of(config_json.made(c.model.to_dict(), c.sequence_len, {}))
-        except ConfigError:  # of no family: names that most have
+        except ConfigError:  # no family computes this model: most families' names
             return Naming()
 
     def _put(self, batch: dict[str, np.ndarray]) -> list[jax.Array]:

@@ -51,7 +51,7 @@ def compile_step(c: Config, run: Assembly, devices: list[Any], lowered, changes:
     each would wait for the other. changes: options of XLA in place of the run's.
     """
     in_files = run.engine.table.in_files
-    own = memory_limit(own_device(devices))  # which XLA plans with
+    own = memory_limit(own_device(devices))  # bytes that XLA plans with
     limit = least_of_all(own)
     part = limit / own if limit and own else 1.0
     batch = traffic.batch_of(c)
