@@ -73,9 +73,9 @@ def number_of(value: Any) -> int | float | None:
 
 
 def array_of(values: Any) -> np.ndarray | None:
-    """Converts a list of numbers to an array; None if it is ragged, has numbers beyond 64 bits, or bools beside numbers.
+    """Converts a list of numbers to an array; None if it is ragged, has numbers beyond 64 bits, or bools among numbers.
 
-    NumPy alone would convert bools beside numbers to 0 and 1.
+    NumPy alone would convert such bools to 0 and 1.
     """
     try:
         array = np.asarray(values)
