@@ -332,8 +332,8 @@ def test_the_wheel_has_the_command_the_configs_and_its_metadata(tmp_path):
         "Description-Content-Type: text/markdown",
     ):
         assert line in metadata
-    code = "from surojax.config import flags; print(flags.configs()['llama7b']); "
-    code += "print(flags.load_config('llama7b').optimizer)"
+    code = "from surojax import command_line; from surojax.config import flags; "
+    code += "print(command_line.configs()['llama7b']); print(flags.load_config('llama7b').optimizer)"
     ran = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=tmp_path / "installed",
         env={"PYTHONPATH": str(tmp_path / "installed"), "PATH": "/usr/bin:/bin", "JAX_PLATFORMS": "cpu"},
