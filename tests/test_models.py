@@ -466,6 +466,13 @@ def test_segments_with_auxiliary_losses_equal_reverse_mode(order, devices, place
     assert worst_relative(found, expected) < ORDER_OF_SUMS
 
 
+def test_the_norm_is_a_sum_in_the_order_of_the_layers():
+    """Where gradients are in host memory, layers of several kinds in turn are squared as the backward pass goes."""
+    batches = [tokens(2, 8, 16, seed=i) for i in range(3)]
+    losses = Small(model=toy(order="alternating")).train(batches)
+    assert Small(model=toy(order="alternating"), offload_grads=True).train(batches) == losses
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("order", ORDERS)
 def test_segments_train_alike_under_every_placement(tmp_path, order):

@@ -21,6 +21,7 @@ import jax.numpy as jnp
 
 from surojax.memory.host import allocate, index_in_loop, read, write_layer
 from surojax.models.model import Segment
+from surojax.models.order import loops_of, order_of
 from surojax.numerics.quantized import dequantise_all
 from surojax.parallel import collectives
 from surojax.parallel.collectives import Squares, varying
@@ -30,7 +31,7 @@ from surojax.placement.param import OUTER, Kind, part_of
 from surojax.placement.table import Placement
 from surojax.step.passes import Lane
 from surojax.step.spec import Engine
-from surojax.step.stream import Flight, Stream, sweep
+from surojax.step.stream import Flight, Stream, over
 
 GRADS = Stream(Lane("grads", reads=True, writes=True))  # of stacks on the device, or after the last backward pass
 
@@ -142,15 +143,6 @@ class Sums:
 
         return jax.tree.map(shard, sums, self.of_shards)
 
-    def squares_in_place(self, squares: Squares, stacks) -> Squares:
-        """Adds the `Squares` of these stacks to `squares`, in the order of the backward pass."""
-
-        def body(values, squares: Squares) -> tuple[Squares, dict]:
-            return add(squares, collectives.sum_of_squares(values["grads"], self.of_shards, in_memory=True)), {}
-
-        layers = range(len(jax.tree.leaves(stacks)[0]))
-        return sweep(layers, {"grads": GRADS}, body, squares, {"grads": Flight(stacks)}, reverse=True)[0]
-
 
 def outer_sums(engine: Engine, weights: dict) -> dict:
     """Makes zeroed accumulators of embedding and head, sharded as their weights."""
@@ -206,6 +198,29 @@ def sums_in_place(engine: Engine) -> bool:
     return matrices and not row.sharded and not row.home.streamed and not engine.table.by_layer
 
 
+def squares_in_place(engine: Engine, squares: Squares, stacks: dict[str, Any]) -> Squares:
+    """Adds the `Squares` of all layers' gradients to `squares`, in the order of the backward pass.
+
+    stacks: of the gradients, by segment.
+    """
+
+    def body_of(name: str):
+        def body(_, values, squares: Squares, flights):
+            of_layer = collectives.sum_of_squares(values["grads"], engine.layouts.master[name], in_memory=True)
+            return add(squares, of_layer), {}, flights
+
+        return body
+
+    for stretch in reversed(engine.model.stretches):
+        kinds = dict(sorted((number, segment.name) for segment in stretch for number in segment.numbers))
+        for loop in reversed(loops_of(order_of([*kinds.values()]))):
+            lanes = {name: {"grads": GRADS} for name in loop.layers}
+            bodies = {name: body_of(name) for name in loop.layers}
+            flights = {name: {"grads": Flight(stacks[name])} for name in loop.layers}
+            squares, _ = over(loop, lanes, bodies, squares, flights, reverse=True)
+    return squares
+
+
 def replicated_stacks(table: Placement) -> bool:
     """True if accumulators are unsharded; after the last `push`, the first part of each holds the reduced shard."""
     return bool(collectives.active(*SHARDS)) and not table.grads.sharded
@@ -231,10 +246,8 @@ def reduced(
     """
     outer = {name: sum_outer(engine, name, grad) for name, grad in d_outer.items()}
     grads: dict[str, Any] = {OUTER: outer} | {name: sums_of[name].shards(x) for name, x in accumulators.items()}
-    # In the order of the backward pass: a dict that was the carry of a loop is in alphabetical order.
-    for name in [segment.name for segment in reversed(engine.model.segments)]:
-        if name in sums_of and sums_of[name].in_place:
-            squares = sums_of[name].squares_in_place(squares, grads[name])
+    if any(sums.in_place for sums in sums_of.values()):
+        squares = squares_in_place(engine, squares, grads)
     squares = add(squares, collectives.sum_of_squares(outer, engine.layouts.master[OUTER]))
     return grads, collectives.norm(squares)
 
