@@ -150,8 +150,9 @@ def test_models_go_to_gguf_and_back(tmp_path, case):
         assert said["feed_forward_length"] == [width if name in ("moe", "mlp") else 0 for name in types]
     else:
         assert said.get("rope.scaling.finetuned", True) == (config["position_embedding_type"] == "rope")
-        factors = [said[key] for key in ("embedding_scale", "residual_scale", "logit_scale", "attention.scale")]
-        assert factors == pytest.approx([1.5, 0.6, 0.8, 0.3])  # by name: all four differ
+        ours_of = {"embedding_scale": "embedding_multiplier", "residual_scale": "residual_multiplier"}
+        ours_of |= {"logit_scale": "logits_scaling", "attention.scale": "attention_multiplier"}
+        assert [said[key] for key in ours_of] == pytest.approx([config[key] for key in ours_of.values()])
         width, which = config["shared_intermediate_size"], "shexp" if config["num_local_experts"] else ""
         joined = ours["model.layers.1.shared_mlp.input_linear.weight"]
         for part, name in zip(np.split(joined, 2), ("gate", "up"), strict=True):
