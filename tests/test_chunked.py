@@ -202,8 +202,8 @@ def test_cudnn_computes_half_of_the_square_and_no_more():
     one, four, banded = compiled(*windowless, ("cudnn", 4, False, 100))
     assert one["flops"] == four["flops"] == half * (1 + 2.5)
     assert four["temp_bytes"] < 0.75 * one["temp_bytes"]
-    # With a window of 100: 704 queries, 99 before them and one for an even number. Of half of the square, costs.py leaves
-    # out the half of a smaller one, of keys that lie before the window.
+    # With a window of 100: 704 queries, 99 before them and one for an even number. Of half of the square, costs.py
+    # leaves out the half of a smaller one, of keys that lie before the window.
     assert banded["flops"] == 4 * 8 * 64 / 2 * ((704**2 - 604**2) + 3 * (804**2 - 704**2)) * (1 + 2.5)
 
 
