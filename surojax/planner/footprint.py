@@ -259,9 +259,12 @@ def _in_flight(
         prefetched += sum(max(map(len, of_segment)) * x.fetched for of_segment, x in zip(loops, segments, strict=True))
         # Of layers further ahead, shards that are still to be gathered.
         layer += largest.fetched + prefetched + (weights.ahead - 1) * (largest.fetched // shards(run.mesh))
+    paired = any(comes_in_pairs(loop.stop - loop.start, loop.period) for loop in all_loops)
     if table.base_format:
         layer += max(segment.weights for segment in segments)  # numbers, beside their codes
-    paired = any(comes_in_pairs(loop.stop - loop.start, loop.period) for loop in all_loops)
+        in_turn = len(run.model.stretches) < len(segments)
+        if table.weights.home.streamed and not (table.weights.sharded or paired or in_turn):
+            layer -= largest.fetched  # the next layer's codes take the place of those that were decoded
     if table.weights.home.streamed and not table.weights.sharded and paired:
         layer += 3 * group * x_bytes  # activations of the other layer of a backward body
     if table.quants.dtype and platform == "cpu":
