@@ -44,7 +44,6 @@ from surojax.planner.disks import ASSUMED_DISKS, Disks
 from surojax.planner.file_time import UPDATE
 from surojax.planner.footprint import Rows
 from surojax.planner.gpus import Gpu, Rates
-from surojax.planner.layer_sizes import itemsize
 from surojax.planner.products import Seconds
 from surojax.planner.step_collectives import LaneStage
 from surojax.planner.traffic import BatchShape
@@ -121,7 +120,7 @@ class StepWork:
         times = self.microbatches // self.engine.microbatches_per_fetch
         engine = dataclasses.replace(self.engine, microbatches_per_fetch=self.microbatches)
         larger = {**self.sizes, "residuals": times * self.sizes["residuals"]}
-        return dataclasses.replace(self, engine=engine, sizes=larger)
+        return dataclasses.replace(self, engine=engine, sizes=larger, fetched_again=0)
 
 
 def step_work(run: Assembly, batch: BatchShape, gpu: Gpu, rows: Rows, disks: Disks = ASSUMED_DISKS) -> StepWork:
@@ -238,36 +237,39 @@ def _seconds(
 ) -> float:
     """Seconds of a pass that runs so many times. stored: bytes of rows in host memory. resident: part of the layers.
 
-    in_files: some rows are in files, so that the update is not that of step/overlap.py.
+    in_files: some rows are in files, so that an update beside a forward pass is not that of step/overlap.py.
 
     Nothing hides layers that are fetched where loops begin, nor, beside a forward pass, the update of the outer layers.
     Layers whose weights are resident and those whose weights are streamed are loops of their own.
     """
-    chain, link = _works(work, step_pass, times, streams="weights" in stored)
     host_rate = work.gpu.pcie_bandwidth * work.rates.host
+    weights = times * stored.get("weights", 0.0) * step_pass.lane("weights").reads
+    chain, link = _works(work, step_pass, times, streams="weights" in stored)
     chain += _by_kernels(work, step_pass, times, stored)
+    chain += times * work.fetched_again / host_rate if weights else 0.0
     outer, in_order = 0.0, False
-    if step_pass.name != UPDATE:
-        chain += times * work.fetched_again * bool(stored.get("weights")) / host_rate
-    if step_pass.name != UPDATE and step_pass.updates and not in_files:
-        tables = {row: min(work.tables[row], stored.get(row, 0.0)) for row in work.tables}
+    if step_pass.updates and step_pass.name != UPDATE and not in_files:
+        tables = {row: min(size, stored.get(row, 0.0)) for row, size in work.tables.items()}
         stored = {row: size - tables.get(row, 0.0) for row, size in stored.items()}
         outer = _busiest(work, 0.0, 0.0, sum(tables.values()), sum(tables.values()))
         in_order = work.in_order
     read, written = traffic.copied_bytes(step_pass, times, stored, work.updated)
-    weights = times * stored.get("weights", 0.0) * step_pass.lane("weights").reads
     loops = [(part, streamed) for part, streamed in ((resident, 0.0), (1 - resident, 1.0)) if part]
     ends = step_pass.updates * work.segments * len(loops) * (read + written) / work.layers
-    return outer + ends / host_rate + sum(
-        _busiest(
-            work,
-            part * chain,
-            part * link,
-            streamed * weights + part * (read - weights),
-            part * written,
-            in_order=in_order,
+    return (
+        outer
+        + ends / host_rate
+        + sum(
+            _busiest(
+                work,
+                part * chain,
+                part * link,
+                streamed * weights + part * (read - weights),
+                part * written,
+                in_order=in_order,
+            )
+            for part, streamed in loops
         )
-        for part, streamed in loops
     )
 
 
