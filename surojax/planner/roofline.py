@@ -31,7 +31,7 @@ estimates are 3.8 % off on average, 13.5 % at worst.
 
 import collections
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Literal, NamedTuple
 
 from surojax.assembly.assemble import Assembly
@@ -186,7 +186,8 @@ def phases(work: StepWork, stored: StorageTiers = ON_DEVICE) -> dict[str, float]
 
     With `StorageTiers.overlaps` the update's phase has the first group's forward pass in it.
     """
-    if not set(stored.files).isdisjoint(BY_LAYER):
+    by_layer = not set(stored.files).isdisjoint(BY_LAYER)
+    if by_layer:
         work = work.by_layer()
     moved = {row: float(work.sizes[row]) for row in stored.offloaded}
     resident = stored.resident / work.layers
@@ -211,7 +212,8 @@ def phases(work: StepWork, stored: StorageTiers = ON_DEVICE) -> dict[str, float]
     for step_pass, times in passes.passes_of_step(engine, work.fetches):
         name = "update" if step_pass.updates else step_pass.name
         of_weights = resident if moved.get("weights") else 0.0
-        on_link = _seconds(work, step_pass, times, moved, of_weights, in_files=bool(stored.files))
+        apart = by_layer or bool(stored.files and step_pass.updates)
+        on_link = _seconds(work, step_pass, times, moved, of_weights, stored.files if apart else None)
         on_disk, ends = _disk_seconds(work, step_pass, times, in_files, work.updated - as_master)
         seconds[name] = max(on_link, on_disk) + ends
         if step_pass.updates:  # before the pass, where nothing hides them
@@ -233,11 +235,17 @@ def _disk_seconds(
 
 
 def _seconds(
-    work: StepWork, step_pass: Pass, times: int, stored: Mapping[str, float], resident: float, *, in_files: bool
+    work: StepWork,
+    step_pass: Pass,
+    times: int,
+    stored: Mapping[str, float],
+    resident: float,
+    files: Collection[str] | None,
 ) -> float:
     """Seconds of a pass that runs so many times. stored: bytes of rows in host memory. resident: part of the layers.
 
-    in_files: some rows are in files, so that an update beside a forward pass is not that of step/overlap.py.
+    files: the rows in files of a pass that has programs of one layer each, which copy what they read and write before
+    and after they compute, but for weights in files, which the host puts on the device; None: the pass is a loop.
 
     Nothing hides layers that are fetched where loops begin, nor, beside a forward pass, the update of the outer layers.
     Layers whose weights are resident and those whose weights are streamed are loops of their own.
@@ -248,12 +256,15 @@ def _seconds(
     chain += _by_kernels(work, step_pass, times, stored)
     chain += times * work.fetched_again / host_rate if weights else 0.0
     outer, in_order = 0.0, False
-    if step_pass.updates and step_pass.name != UPDATE and not in_files:
+    if step_pass.updates and step_pass.name != UPDATE and files is None:
         tables = {row: min(size, stored.get(row, 0.0)) for row, size in work.tables.items()}
         stored = {row: size - tables.get(row, 0.0) for row, size in stored.items()}
         outer = _busiest(work, 0.0, 0.0, sum(tables.values()), sum(tables.values()))
         in_order = work.in_order
     read, written = traffic.copied_bytes(step_pass, times, stored, work.updated)
+    if files is not None:
+        put = weights if "weights" in files else 0.0
+        return _busiest(work, chain + (read - put + written) / host_rate, link, put, 0.0)
     loops = [(part, streamed) for part, streamed in ((resident, 0.0), (1 - resident, 1.0)) if part]
     ends = step_pass.updates * work.segments * len(loops) * (read + written) / work.layers
     return (
