@@ -236,7 +236,7 @@ def _in_flight(
     run: Assembly, batch: BatchShape, platform: str, segments: list[SegmentBytes], x_bytes: int
 ) -> tuple[int, int, int]:
     """Bytes on their way while a layer computes, at any time between stages, and while the head computes: the weights
-    that each loop begins with. By the lanes of the backward pass.
+    that each loop begins with, and the accumulators that a backward pass does. By the lanes of the backward pass.
 
     A lane has a layer for each stage of its way: weights read ahead, gradients written late, residuals read ahead.
     """
@@ -278,6 +278,7 @@ def _in_flight(
         layer += sum(of_layer)
         if batch.microbatches > group:
             layer += max(of_layer) * table.grads.sharded
+            prefetched += sum(of_layer)
     if residuals.ahead:
         # Of this layer and of the next, of each microbatch of a group. The input of a recomputed block takes the place
         # of the one before it. If a block is not recomputed, `saved` includes those of a microbatch.
