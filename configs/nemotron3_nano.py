@@ -3,7 +3,7 @@
     surojax train --config nemotron3_nano --config.model_path=MODEL --config.data=chats.jsonl
 
 A layer is Mamba2, experts, or attention; a token uses 6 of the 128 experts of a layer, and one more that all tokens
-use. As compiled for an RTX 4090, not run: 10.0 GiB, 15.0 GiB of host memory, and 4.2 s a step of 8,192 tokens; all
+use. As compiled for an RTX 4090, not run: 10.0 GiB, 15.0 GiB of host memory, and 3.9 s a step of 8,192 tokens; all
 resident, with --config.offload_weights=False --config.per_device_batch_size=1 --config.gradient_accumulation_steps=4,
 19.6 GiB and 6.8 s; set XLA_PYTHON_CLIENT_MEM_FRACTION=0.95 for that.
 """

@@ -2,7 +2,7 @@
 
     surojax train --config qwen3_5_9b --config.model_path=MODEL --config.data=chats.jsonl
 
-Three of four layers are gated delta nets. As compiled for an RTX 4090, not run: 19.6 GiB, 100.5 GiB of host memory, and
+Three of four layers are gated delta nets. As compiled for an RTX 4090, not run: 19.7 GiB, 100.5 GiB of host memory, and
 20.4 s a step of 32,768 tokens. With 64 GiB and disks, set offload_optimizer, offload_master and offload_grads to
 "nvme", nvme_path to a folder of each disk, microbatches_per_fetch to 1, per_device_batch_size and
 gradient_accumulation_steps to 4: 12.8 GiB, 28.4 GiB of host memory, and 27.0 s with two disks of 7 and 6 GB/s.

@@ -443,18 +443,23 @@ def test_kernels_that_cannot_run_are_refused(changes, capability, said):
 
 
 EIGHT_LAYERS = "model.num_hidden_layers=8 gradient_accumulation_steps=2"
+RESIDENT = (
+    "resident_layers=12 overlap_update=False offload_residual=False offload_master=nvme nvme_path=x lmhead_chunks=1 "
+    "microbatches_per_fetch=2 recompute_block=False recompute_norm=True recompute_ffn=True recompute_att=True"
+)
 ADAPTERS = "lora=True offload_optimizer=False offload_master=False offload_grads=False"
 
 
 @pytest.mark.parametrize(
     "name, gpu, changes, compiled, tokens",
     [
-        ("qwen3_5_9b", "rtx4090", "", 19.62, 0),
+        ("qwen3_5_9b", "rtx4090", "", 19.71, 1607),
         ("qwen3_5_9b", "rtx4090", f"{EIGHT_LAYERS} microbatches_per_fetch=1", 19.31, 0),
         ("qwen3_5_9b", "rtx4090", f"{EIGHT_LAYERS} microbatches_per_fetch=2", 19.46, 0),
         ("qwen3_5_9b", "rtx4090", f"{EIGHT_LAYERS} microbatches_per_fetch=1 overlap_update=False", 11.30, 0),
+        ("qwen3_5_9b", "rtx4090", RESIDENT, 22.69, 0),
         ("qwen3_5_35b_a3b", "rtx4090", "", 13.9, 0),
-        ("nemotron3_nano", "rtx4090", "", 9.96, 0),
+        ("nemotron3_nano", "rtx4090", "", 9.96, 2081),
         ("mistral_small_4", "rtx4090", "", 19.1, 1424),
         ("gpt_oss_20b", "rtx4090", "", 18.3, 3433),
         ("gemma4_31b", "rtx4090", "", 21.4, 555),

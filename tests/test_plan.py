@@ -172,8 +172,8 @@ def test_device_memory_does_not_grow_with_depth(planned):
 
 
 def test_memory_limit_is_corrected_by_what_is_in_host_memory_and_by_the_state():
-    """95 % of the card and twice the temporaries in host memory, five times with resident layers of several kinds in
-    turn, as a part of what XLA starts from; nothing where the card's memory is not known."""
+    """95 % of the card and twice the temporaries in host memory, five times with layers of several kinds in turn, as a
+    part of what XLA starts from; nothing where the card's memory is not known."""
     run = from_config(config(gpus=1), jax.sharding.AbstractMesh((1, 1), DATA), total_steps=10)
     state = bytes_per_device(run.plan)
     assert state > (2 + 4 + 2 + 2) * 6_607_077_376  # work and master weights, two moments
@@ -184,7 +184,7 @@ def test_memory_limit_is_corrected_by_what_is_in_host_memory_and_by_the_state():
     assert limit(memory_bytes=card, results=state // 2) == math.ceil(100 * (0.95 * 4 - 3))
     assert limit(memory_bytes=state) == 95  # does not fit anyway
     assert MEMORY_LIMIT not in compiler_options(run, "gpu")
-    kinds = {"model.layer_types": "linear_attention,full_attention", "offload_weights": True, "resident_layers": 4}
+    kinds = {"model.layer_types": "linear_attention,full_attention", "offload_weights": True}
     kinds = from_config(config(gpus=1, **kinds), run.mesh, total_steps=10)
     third = bytes_per_device(kinds.plan) // 3
     in_turn = compiler_options(kinds, "gpu", memory_bytes=6 * third, host_temporaries=third)

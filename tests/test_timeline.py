@@ -327,6 +327,10 @@ def test_what_was_started_before_a_loop_goes_on_in_it():
     copied = simulated(program(END, before=(READ,), **products), slow)
     assert copied.seconds == pytest.approx(40) and not sum(copied.exposed.values())
     assert copied.busy == {HOST_IN: pytest.approx(20), PRODUCT: pytest.approx(40)}
+    # Two copies of 5.75 seconds each: the first ends within the last iteration that is simulated.
+    both = program(before=(READ, READ.replace("%s =", "%r =")), body=(f"  %y {Y}",), trips=12)
+    found = simulated(both, dataclasses.replace(GPU, pcie_bandwidth=2e6 / 5.75), most=6)
+    assert found.seconds == pytest.approx(12) and found.busy[HOST_IN] == pytest.approx(11.5)
     for bandwidth, seconds in ((2e5 + 1, 50.25), (1e4, None)):
         gathers = program(GATHERED, before=(GATHERS,), **products)
         gpu = dataclasses.replace(slow, link_bandwidth=bandwidth)

@@ -85,7 +85,8 @@ GATHERS: dict[str, str | bool | int] = {
 # To XLA's count each write into a stack makes a new one: one in the body of a loop over layers, one around it. A round
 # of several kinds writes a stack several times, and resident layers make several loops: accumulators of 12.9 GiB were
 # counted 3.5 times, stacks on the device likewise, for Qwen3.5 9B with master weights in files and 14 resident layers.
-# With two times XLA recomputed 19,967 operations (27.1 GiB), with enough none.
+# With two times XLA recomputed 19,967 operations (27.1 GiB), with enough none. With none resident, all offloaded and
+# overlap_update, 20.9 GiB were counted 3.1 times, and two times recomputed 2,369 operations (20.43 s, 20.39 without).
 # The percentage applies to the memory that XLA plans with, minus the arguments and what is returned beside them; in
 # `plan` too that is what JAX can use of the card (fact 7 of planner/aot.py). With 80 % of the card, Llama-7B at ZeRO-3
 # on 4 RTX 4090 had 2.7 GiB instead of 6.4, so that XLA recomputed 2,499 operations and overlapped no all-gather of
@@ -156,7 +157,7 @@ def compiler_options(
         taken = bytes_per_device(run.plan) + results
         left = memory_bytes - taken
         in_turn = len(run.model.stretches) < len(run.model.segments)  # layers of several kinds
-        counted = 5 if in_turn and run.engine.table.weights.resident else 2
+        counted = 5 if in_turn else 2
         wanted = share * memory_bytes - taken + counted * host_temporaries
         if run.engine.overlap_update and not run.engine.table.in_files:
             wanted += bytes_per_device(run.plan, HOST)

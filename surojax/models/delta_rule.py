@@ -34,6 +34,7 @@ from pallas_kernels import dispatch, gated_delta_chunks
 from pallas_kernels.dispatch import Implementation
 from pallas_kernels.gated_delta_chunks import FLOOR, Tokens, unit_length
 from pallas_kernels.manual_axes import mark_varying, varying_axes
+from surojax.models.kinds.sublayer import MovedBytes
 
 CHUNK, CHUNKS = 128, 16
 LONG_AGO = -(2**30)  # start of a document that began before these tokens
@@ -60,6 +61,14 @@ class ChunkSizes(NamedTuple):
     def precision(self) -> Any:
         """The precision of the products."""
         return jax.lax.DotAlgorithmPreset.TF32_TF32_F32 if self.tf32 else jax.lax.Precision.HIGHEST
+
+
+def moved_bytes(size: int, tokens: int, forward: int, backward: int) -> MovedBytes:
+    """What XLA's kernels move for rows of so many tokens: multiples of a size, the backward pass with a group's maps.
+
+    XLA finds the maps of a recomputed block to be those of the backward pass if there is one group.
+    """
+    return MovedBytes(forward * size, forward * size * (tokens > CHUNK * CHUNKS), backward * size)
 
 
 class Affine(NamedTuple):

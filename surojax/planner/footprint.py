@@ -236,7 +236,7 @@ def _in_flight(
     run: Assembly, batch: BatchShape, platform: str, segments: list[SegmentBytes], x_bytes: int
 ) -> tuple[int, int, int]:
     """Bytes on their way while a layer computes, at any time between stages, and while the head computes: the weights
-    that each loop begins with. By the lanes of the backward pass.
+    that each loop begins with, and the accumulators that a backward pass does. By the lanes of the backward pass.
 
     A lane has a layer for each stage of its way: weights read ahead, gradients written late, residuals read ahead.
     """
@@ -259,9 +259,12 @@ def _in_flight(
         prefetched += sum(max(map(len, of_segment)) * x.fetched for of_segment, x in zip(loops, segments, strict=True))
         # Of layers further ahead, shards that are still to be gathered.
         layer += largest.fetched + prefetched + (weights.ahead - 1) * (largest.fetched // shards(run.mesh))
+    paired = any(comes_in_pairs(loop.stop - loop.start, loop.period) for loop in all_loops)
     if table.base_format:
         layer += max(segment.weights for segment in segments)  # numbers, beside their codes
-    paired = any(comes_in_pairs(loop.stop - loop.start, loop.period) for loop in all_loops)
+        in_turn = len(run.model.stretches) < len(segments)
+        if table.weights.home.streamed and not (table.weights.sharded or paired or in_turn):
+            layer -= largest.fetched  # the next layer's codes take the place of those that were decoded
     if table.weights.home.streamed and not table.weights.sharded and paired:
         layer += 3 * group * x_bytes  # activations of the other layer of a backward body
     if table.quants.dtype and platform == "cpu":
@@ -275,6 +278,7 @@ def _in_flight(
         layer += sum(of_layer)
         if batch.microbatches > group:
             layer += max(of_layer) * table.grads.sharded
+            prefetched += sum(of_layer)
     if residuals.ahead:
         # Of this layer and of the next, of each microbatch of a group. The input of a recomputed block takes the place
         # of the one before it. If a block is not recomputed, `saved` includes those of a microbatch.

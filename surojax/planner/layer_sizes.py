@@ -264,11 +264,6 @@ def segment_bytes(run: Assembly, segment: Segment, x: jax.ShapeDtypeStruct, plat
     layers = layers_of(run, segment)
     compute = run.model.compute
     tensors = blocks(run, segment)
-    # Fetched with a byte a number, and a scale.
-    one_scale = engine.table.one_scale and engine.table.quantises_shards
-    low = [t for t in tensors if one_scale and t.is_matrix and not t.param.of_experts]
-    fetched = sum(t.elements * (t.coded or t.itemsize) for t in tensors if t not in low)
-    fetched += sum(t.elements + 4 for t in low)
     packed = engine.packed
     chunks = compute.sequence_chunks
     # The backward pass has all residuals of a layer, or of one chunk, in memory at once, even if they are recomputed.
@@ -295,7 +290,7 @@ def segment_bytes(run: Assembly, segment: Segment, x: jax.ShapeDtypeStruct, plat
     return SegmentBytes(
         weights=sum(t.elements * t.itemsize for t in tensors),
         gradients=sum(t.elements * t.itemsize for t in tensors if t.trained),
-        fetched=round(fetched),
+        fetched=fetched_bytes(run, segment),
         kept=kept,
         saved=chunk_block.saved,
         attention=chunk_block.working,
@@ -309,6 +304,32 @@ def segment_bytes(run: Assembly, segment: Segment, x: jax.ShapeDtypeStruct, plat
         grads=grads,
         activations=layers * kept,
     )
+
+
+def fetched_bytes(run: Assembly, segment: Segment) -> int:
+    """Bytes of a layer's weights on each device, as they are all-gathered or copied there."""
+    tensors = blocks(run, segment)
+    # With one scale a byte a number, and the scale.
+    one_scale = run.engine.table.one_scale and run.engine.table.quantises_shards
+    low = [t for t in tensors if one_scale and t.is_matrix and not t.param.of_experts]
+    fetched = sum(t.elements * (t.coded or t.itemsize) for t in tensors if t not in low)
+    return round(fetched + sum(t.elements + 4 for t in low))
+
+
+def fetched_again(run: Assembly) -> int:
+    """Bytes of the layers that a pass fetches at the beginnings of its loops, forward and backward.
+
+    Of each kind of layer, the first one of every loop but that at which a pass begins; the weights of that one were
+    prefetched by the pass in the other direction.
+    """
+    stage = of_stage(run.model, pipeline_stages(run.mesh))
+    size = 0
+    for stretch in stage.stretches:
+        of_stretch = {segment.name for segment in stretch}
+        loops = loops_of([layer for layer in stage.order if layer.kind in of_stretch])
+        for segment in stretch:
+            size += (sum(segment.name in loop.layers for loop in loops) - 1) * fetched_bytes(run, segment)
+    return size
 
 
 def _block_bytes(

@@ -121,9 +121,15 @@ def _stage(run: Assembly, segment: Segment, variants: tuple[Variant, ...], batch
     passes = pass_time(gpu, layer.saved - layer.received)
     flops = dataclasses.replace(segment, variants=variants).mixing_flops(batch.sequence_len)
     flops *= batch.tokens / len(variants)  # of a layer, for a group
-    repeated = layer_sizes.kernel_bytes(run, whole, segment, x, "gpu", run.engine.packed).repeated
-    attended, attended_back = _attention(gpu, flops / devices_per_sequence(run.mesh), layer.scores, repeated)
+    kernels = layer_sizes.kernel_bytes(run, whole, segment, x, "gpu", run.engine.packed)
     again = layer_sizes.attention_again(run)
+    if kernels.moved is None:
+        flops /= devices_per_sequence(run.mesh)
+        attended, attended_back = _attention(gpu, flops, layer.scores, kernels.repeated)
+        attended_again = attended * again
+    else:
+        attended, attended_again, attended_back = (pass_time(gpu, size) for size in kernels.moved)
+        attended_again *= again
     lengths = _row_lengths(run, segment, gpu)
     moved = _rearranged(run, batch, gpu)
     in_passes = FORWARD_PASSES * passes
@@ -131,7 +137,7 @@ def _stage(run: Assembly, segment: Segment, variants: tuple[Variant, ...], batch
     in_passes_again += lengths * again + moved * sum(step_collectives.tensor_again(run, segment))
     of_layer = Seconds(
         forward=in_passes + attended + lengths + IN_A_PASS * moved,
-        again=in_passes_again + attended * again,
+        again=in_passes_again + attended_again,
         backward=BACKWARD_PASSES * passes + attended_back + IN_A_PASS * moved,
     )
     kinds = {variant.recipe_enabled for variant in variants}

@@ -31,12 +31,12 @@ estimates are 3.8 % off on average, 13.5 % at worst.
 
 import collections
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Literal, NamedTuple
 
 from surojax.assembly.assemble import Assembly
 from surojax.offloads import BY_LAYER, TO_DEVICE
-from surojax.placement.mesh import pipeline_stages
+from surojax.placement.mesh import devices_per_sequence, pipeline_stages
 from surojax.placement.param import Kind
 from surojax.placement.table import kept_in_memory
 from surojax.planner import layer_sizes, links, products, step_collectives, traffic
@@ -44,13 +44,13 @@ from surojax.planner.disks import ASSUMED_DISKS, Disks
 from surojax.planner.file_time import UPDATE
 from surojax.planner.footprint import Rows
 from surojax.planner.gpus import Gpu, Rates
-from surojax.planner.layer_sizes import itemsize
 from surojax.planner.products import Seconds
 from surojax.planner.step_collectives import LaneStage
 from surojax.planner.traffic import BatchShape
 from surojax.step import passes
 from surojax.step.passes import Pass
 from surojax.step.spec import Engine
+from surojax.step.stream import hides_transfers
 
 BETWEEN = 0.4  # of a layer's products, those between two of its collectives that a gather hides behind
 
@@ -90,10 +90,12 @@ class StepWork:
     smallest: float  # the part of a layer's reductions that is of its smallest matrix
     head: float
     update_bytes: float  # in device memory
-    layer_bytes: int  # of the blocks' weights in the device memory of a GPU while they are computed
+    layer_bytes: int  # of the blocks' weights, as they are fetched
+    fetched_again: int  # of these, what a pass fetches once more where its loops begin
     sizes: Mapping[str, float]  # of rows of the placement table, in whichever memory, without outer layers' gradients
     tables: Mapping[str, float]  # what embedding and head have of these
     slots: int  # microbatches whose residuals a stage has room for; 1: those of a group
+    in_order: bool  # an update beside a forward pass writes a layer's state before it reads the next one
     updated: float  # the part of the weights that an update writes
     as_master: float  # the part of the weights that has the dtype of master weights: not written if both are in files
     disks: Disks  # what this GPU has of its machine's
@@ -118,7 +120,7 @@ class StepWork:
         times = self.microbatches // self.engine.microbatches_per_fetch
         engine = dataclasses.replace(self.engine, microbatches_per_fetch=self.microbatches)
         larger = {**self.sizes, "residuals": times * self.sizes["residuals"]}
-        return dataclasses.replace(self, engine=engine, sizes=larger)
+        return dataclasses.replace(self, engine=engine, sizes=larger, fetched_again=0)
 
 
 def step_work(run: Assembly, batch: BatchShape, gpu: Gpu, rows: Rows, disks: Disks = ASSUMED_DISKS) -> StepWork:
@@ -144,10 +146,12 @@ def step_work(run: Assembly, batch: BatchShape, gpu: Gpu, rows: Rows, disks: Dis
         smallest=_smallest(run),
         head=products.of_head(run, batch, gpu),
         update_bytes=2 * (stored["master"] + stored["moments"]) + stored["grads"] + updated * stored["weights"],
-        layer_bytes=itemsize(run, "weights") * sum(t.size for t in layer_sizes.blocks(run)),
+        layer_bytes=sum(layer_sizes.layers_of(run, s) * layer_sizes.fetched_bytes(run, s) for s in run.model.segments),
+        fetched_again=layer_sizes.fetched_again(run),
         sizes=stored,
         tables={row: float(layer_sizes.outer_state(run, row)) for row in ("master", "moments")},
         slots=layer_sizes.slots(run, batch.microbatches) if stages > 1 else 1,
+        in_order=hides_transfers(run.engine.microbatches_per_fetch * batch.tokens // devices_per_sequence(run.mesh)),
         updated=updated,
         as_master=traffic.updated_part(run, run.engine.table.master.dtype),
         disks=disks.times(1 / gpu.in_a_machine(run.mesh.size)),
@@ -182,7 +186,8 @@ def phases(work: StepWork, stored: StorageTiers = ON_DEVICE) -> dict[str, float]
 
     With `StorageTiers.overlaps` the update's phase has the first group's forward pass in it.
     """
-    if not set(stored.files).isdisjoint(BY_LAYER):
+    by_layer = not set(stored.files).isdisjoint(BY_LAYER)
+    if by_layer:
         work = work.by_layer()
     moved = {row: float(work.sizes[row]) for row in stored.offloaded}
     resident = stored.resident / work.layers
@@ -206,7 +211,9 @@ def phases(work: StepWork, stored: StorageTiers = ON_DEVICE) -> dict[str, float]
     engine = dataclasses.replace(work.engine, overlap_update=stored.overlaps)
     for step_pass, times in passes.passes_of_step(engine, work.fetches):
         name = "update" if step_pass.updates else step_pass.name
-        on_link = _seconds(work, step_pass, times, moved, resident if moved.get("weights") else 0.0)
+        of_weights = resident if moved.get("weights") else 0.0
+        apart = by_layer or bool(stored.files and step_pass.updates)
+        on_link = _seconds(work, step_pass, times, moved, of_weights, stored.files if apart else None)
         on_disk, ends = _disk_seconds(work, step_pass, times, in_files, work.updated - as_master)
         seconds[name] = max(on_link, on_disk) + ends
         if step_pass.updates:  # before the pass, where nothing hides them
@@ -227,20 +234,53 @@ def _disk_seconds(
     return work.disks.seconds(read, written), work.disks.seconds(first, written) / work.layers
 
 
-def _seconds(work: StepWork, step_pass: Pass, times: int, stored: Mapping[str, float], resident: float) -> float:
+def _seconds(
+    work: StepWork,
+    step_pass: Pass,
+    times: int,
+    stored: Mapping[str, float],
+    resident: float,
+    files: Collection[str] | None,
+) -> float:
     """Seconds of a pass that runs so many times. stored: bytes of rows in host memory. resident: part of the layers.
 
+    files: the rows in files of a pass that has programs of one layer each, which copy what they read and write before
+    and after they compute, but for weights in files, which the host puts on the device; None: the pass is a loop.
+
+    Nothing hides layers that are fetched where loops begin, nor, beside a forward pass, the update of the outer layers.
     Layers whose weights are resident and those whose weights are streamed are loops of their own.
     """
+    host_rate = work.gpu.pcie_bandwidth * work.rates.host
+    weights = times * stored.get("weights", 0.0) * step_pass.lane("weights").reads
     chain, link = _works(work, step_pass, times, streams="weights" in stored)
     chain += _by_kernels(work, step_pass, times, stored)
+    chain += times * work.fetched_again / host_rate if weights else 0.0
+    outer, in_order = 0.0, False
+    if step_pass.updates and step_pass.name != UPDATE and files is None:
+        tables = {row: min(size, stored.get(row, 0.0)) for row, size in work.tables.items()}
+        stored = {row: size - tables.get(row, 0.0) for row, size in stored.items()}
+        outer = _busiest(work, 0.0, 0.0, sum(tables.values()), sum(tables.values()))
+        in_order = work.in_order
     read, written = traffic.copied_bytes(step_pass, times, stored, work.updated)
-    weights = times * stored.get("weights", 0.0) * step_pass.lane("weights").reads
+    if files is not None:
+        put = weights if "weights" in files else 0.0
+        return _busiest(work, chain + (read - put + written) / host_rate, link, put, 0.0)
     loops = [(part, streamed) for part, streamed in ((resident, 0.0), (1 - resident, 1.0)) if part]
     ends = step_pass.updates * work.segments * len(loops) * (read + written) / work.layers
-    return ends / (work.gpu.pcie_bandwidth * work.rates.host) + sum(
-        _busiest(work, part * chain, part * link, streamed * weights + part * (read - weights), part * written)
-        for part, streamed in loops
+    return (
+        outer
+        + ends / host_rate
+        + sum(
+            _busiest(
+                work,
+                part * chain,
+                part * link,
+                streamed * weights + part * (read - weights),
+                part * written,
+                in_order=in_order,
+            )
+            for part, streamed in loops
+        )
     )
 
 
@@ -300,11 +340,18 @@ def _works(work: StepWork, step_pass: Pass, times: int, *, streams: bool) -> tup
     return chain, link
 
 
-def _busiest(work: StepWork, chain: float, link: float, read: float, written: float) -> float:
-    """Seconds of a chain of works while collectives take `link` seconds and these bytes cross the host link."""
+def _busiest(
+    work: StepWork, chain: float, link: float, read: float, written: float, *, in_order: bool = False
+) -> float:
+    """Seconds of a chain of works while collectives take `link` seconds and these bytes cross the host link.
+
+    in_order: one direction after the other.
+    """
     gpu, rates = work.gpu, work.rates
     host_rate = gpu.pcie_bandwidth * rates.host
     host = abs(read - written) / host_rate + min(read, written) / (host_rate * rates.duplex)
+    if in_order:
+        host = (read + written) / host_rate
     staged = link * min(2 * gpu.link_bandwidth * rates.link, work.host_memory) if gpu.staged else 0.0
     in_host_memory = (read + written + staged) / work.host_memory
     return max(chain, host + (link if gpu.shares_pcie else 0.0), in_host_memory)

@@ -181,7 +181,12 @@ class Machine:
         return before
 
     def iterations_alike(self, last: "Iteration") -> float:
-        """The number of further iterations like the last one until a work that was started before the loop ends."""
+        """The number of further iterations like the last one until a work that was started before the loop ends.
+
+        0 if one ended in the last one: the work behind it went on in a part of that iteration only.
+        """
+        if any(task.done for task in last.left):
+            return 0.0
         advanced = [(task.left, left - task.left) for task, left in last.left.items() if not task.done]
         return min((math.floor(left / step) for left, step in advanced if step > 0), default=math.inf)
 

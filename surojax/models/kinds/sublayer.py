@@ -131,16 +131,26 @@ class OnGpu(NamedTuple):
         return jnp.dtype(self.dtype).itemsize
 
 
+class MovedBytes(NamedTuple):
+    """Bytes that kernels read and write in a forward pass, again if it is recomputed, and in a backward pass."""
+
+    forward: int = 0
+    again: int = 0
+    backward: int = 0
+
+
 class KernelBytes(NamedTuple):
     """Bytes of a mixer's kernels on a GPU. saved: for the backward pass. working: in it. scores: part of that.
 
-    repeated: FLOPs of its attention, (forward, backward), relative to those of two products and of five.
+    repeated: FLOPs of its attention, (forward, backward), relative to those of two products and of five. moved: beside
+    the block's residuals, of a mixer whose small products take less time than that; None: the products take longer.
     """
 
     saved: int = 0
     working: int = 0
     scores: int = 0
     repeated: tuple[float, float] = (1.0, 1.0)
+    moved: MovedBytes | None = None
 
 
 class Mixer(Sublayer):
