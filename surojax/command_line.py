@@ -113,8 +113,8 @@ def _fields_of(option: str, parser: argparse.ArgumentParser, known: Fields) -> t
 
 
 def _is_value(field: DeclaredField | None, text: str) -> bool:
-    """Returns whether the word behind an option is its value: behind a switch that is only one of `WORDS`."""
-    return field is None or type(field.default) is not bool or text.lower() in WORDS
+    """Returns whether the word behind an option is its value: behind a switch, only a word of `WORDS` or its own."""
+    return field is None or type(field.default) is not bool or text.lower() in (*WORDS, *field.words)
 
 
 def field_value(known: Fields, name: str, text: str | None) -> Any:
