@@ -229,10 +229,9 @@ class Chart(NamedTuple):
     plan: float | None = None
 
     def labelled_marks(self) -> list[tuple[str, str, Curve]]:
-        """Lists (run, label, points) of the marks."""
-        return [
-            (run, f"{run}, {what}", points) for run, of_run in self.marks.items() for what, points in of_run.items()
-        ]
+        """Lists (run, label, points) of the marks that there are."""
+        every = [(run, what, points) for run, of_run in self.marks.items() for what, points in of_run.items()]
+        return [(run, f"{run}, {what}", points) for run, what, points in every if points]
 
 
 def charts_of(runs: Sequence[RunRecords], plan: Planned | None) -> list[Chart]:
