@@ -408,7 +408,7 @@ def _config(config: Source | None, values: dict[str, Any]) -> Config:
             raise ConfigError(f"config: expected {expected}, got {shown(config, 60)}; correct it")
         c = copy.deepcopy(config)
     elif values.get("model_path"):
-        c = flags.load_config(flags.FINETUNE.stem, lora=lora)
+        c = flags.load_config(str(flags.FINETUNE), lora=lora)
     else:
         c = default_config()
     sizes = values.pop("model", {})

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from surojax.declared import KINDS, DeclaredField
-from surojax.errors import ConfigError, need
+from surojax.errors import ConfigError, nearest_name, need
 from surojax.option_names import SHORT, no_field, unknown_option
 from surojax.untrusted import expanded, parse_json
 
@@ -37,14 +37,20 @@ def is_config_name(path: str) -> bool:
     return re.fullmatch(r"\w+", path) is not None and not expanded(path).exists()
 
 
+def config_named(name: str, option: str, otherwise: str) -> Path:
+    """Returns the file of `configs` with this name. Raises ConfigError if there is none.
+
+    option: that gave the name. otherwise: what else the option takes.
+    """
+    hint = nearest_name(name, configs(), f"choose one, or {otherwise}")
+    need(name in configs(), option, f"a name of {', '.join(configs())}", name, hint)
+    return configs()[name]
+
+
 def file_of_config(path: str) -> Path:
     """Returns the file of a config, by a name of `configs` or a path. Raises ConfigError if there is none."""
     if is_config_name(path):
-        if path not in configs():
-            near = difflib.get_close_matches(path, configs(), n=1)
-            hint = f"did you mean {near[0]}?" if near else "choose one, or a Python file"
-            raise ConfigError(f"--config: expected a name of {', '.join(configs())}, got {path!r}; {hint}")
-        return configs()[path]
+        return config_named(path, "--config", "a Python file")
     file = expanded(path)
     if not file.is_file() or file.suffix != ".py":
         near = difflib.get_close_matches(file.name, [p.name for p in file.parent.glob("*.py")], n=1)
@@ -107,8 +113,8 @@ def _fields_of(option: str, parser: argparse.ArgumentParser, known: Fields) -> t
 
 
 def _is_value(field: DeclaredField | None, text: str) -> bool:
-    """Returns whether the word behind an option is its value: behind a switch that is only one of `WORDS`."""
-    return field is None or type(field.default) is not bool or text.lower() in WORDS
+    """Returns whether the word behind an option is its value: behind a switch, only a word of `WORDS` or its own."""
+    return field is None or type(field.default) is not bool or text.lower() in (*WORDS, *field.words)
 
 
 def field_value(known: Fields, name: str, text: str | None) -> Any:

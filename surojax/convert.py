@@ -23,7 +23,7 @@ from surojax.data import gguf_tokenizer_export
 from surojax.data.modelfile import modelfile as modelfile_text
 from surojax.data.tokenizer import load_tokenizer
 from surojax.errors import CheckpointError, ConfigError, ending, ends_with_code, in_words_of, refusing, short_exit_codes
-from surojax.exchange import compressed, config_json, gguf_export, peft, small_files
+from surojax.exchange import compressed, config_json, gguf_export, missing, peft, small_files
 from surojax.exchange.adapter_config import labels_of_adapter
 from surojax.exchange.beside import Beside, tensors_beside
 from surojax.exchange.checkpoint_tensors import CheckpointTensors, stored_adapter
@@ -36,7 +36,7 @@ from surojax.exchange.model_tensors import Tensors, Weights, describe_source
 from surojax.exchange.naming import naming_of
 from surojax.exchange.parts import has_parts
 from surojax.exchange.small_files import CONFIG, GENERATION, Files
-from surojax.exchange.sources import SOURCE, WHOLE, is_model, kept_in, locate, open_weights, resolved, template_of
+from surojax.exchange.sources import WHOLE, is_model, kept_in, locate, open_weights, resolved, template_of
 from surojax.inference import model_folder, parity
 from surojax.inference.model_folder import folder_files, trained_files
 from surojax.inference.trained_model import check_trained_with
@@ -44,7 +44,7 @@ from surojax.models.model import Model
 from surojax.numerics.base_formats import chosen_format
 from surojax.objectives.objectives import OBJECTIVES, objective_of
 from surojax.run import on_disk
-from surojax.untrusted import TRAINED, check_there
+from surojax.untrusted import TRAINED, check_there, expanded
 
 DEFAULT_DTYPE = "bfloat16"
 OUT_HELP = "the folder to write, new or empty; or a new file that ends in .gguf"
@@ -148,7 +148,8 @@ def open_model(source: str | Path, tokenizer: str = "", *, num_labels: int = 0) 
         return opened
     if not is_model(source):
         check_there("--checkpoint", source, TRAINED)
-        raise ConfigError(f"--checkpoint: expected {TRAINED}, got {str(source)!r}, which is none")
+        held = missing.held_instead(expanded(source)) or "none"
+        raise ConfigError(f"--checkpoint: expected {TRAINED}, got {str(source)!r}, which holds {held}")
     c = default_config()
     c.model_path = str(source)
     c.tokenizer = tokenizer or c.tokenizer
@@ -262,13 +263,13 @@ def keep(c: Config) -> None:
     kept = kept_in(c.output_dir)
     config, files = folder_files(c)
     kept.mkdir(parents=True, exist_ok=True)
-    (kept / SOURCE).unlink(missing_ok=True)  # it is there if the others are
+    (kept / missing.SOURCE).unlink(missing_ok=True)  # it is there if the others are
     (kept / WHOLE).unlink(missing_ok=True)
     source = locate(c.model_path, weights=False)
     if not is_gguf(source) and has_parts(whole := read_whole_config(source)):
         small_files.write_small_files(kept, {WHOLE: encoded(whole)})
     small_files.write_small_files(kept, files | {CONFIG: encoded(config)})
-    small_files.write_small_files(kept, {SOURCE: encoded({"model_path": c.model_path})})
+    small_files.write_small_files(kept, {missing.SOURCE: encoded({"model_path": c.model_path})})
 
 
 def parser() -> argparse.ArgumentParser:
@@ -318,7 +319,8 @@ def main(argv: list[str] | None = None) -> None:
             for name in ("checkpoint", "out", "dtype", "tokenizer", "experts-together"):
                 if getattr(args, name.replace("-", "_")):
                     raise ConfigError(f"--check: expected no --{name}, got one; leave one of them out")
-            report = parity.compare_with_transformers(args.check, args.python or sys.executable)
+            with in_words_of("--check"):
+                report = parity.compare_with_transformers(args.check, args.python or sys.executable)
             print(parity.comparison_table(report))
             sys.exit(not report.passed)
         if args.python is not None:

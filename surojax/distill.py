@@ -98,15 +98,17 @@ def distill(config: Config) -> Path:
         for samples, one in zip(train.sources, labels, strict=True):
             labeller(weights, samples, one)
     say(f"labels: {len(train):,} samples in {folder}")
-    say(f"train: {shlex.join(student_command(folder, source.hidden_size if states else 0))}")
+    say(f"train: {shlex.join(student_command(folder, source))}")
     return folder
 
 
-def student_command(folder: Path, hidden_size: int) -> list[str]:
-    """Makes the command that trains a student on the labels of a folder. hidden_size: 0, or that of labelled states."""
-    fields = {"objective": DISTILL, "distill_path": folder} | (
-        {"distill_hidden_size": hidden_size} if hidden_size else {}
-    )
+def student_command(folder: Path, source: Teacher) -> list[str]:
+    """Makes the command that trains a student on the labels of a folder, with the settings that labels fix."""
+    fixed = {"distill_hidden_size": source.hidden_size}
+    if not source.hidden_size:
+        fixed = {"distill_top_k": source.top_k, "distill_temperature": source.temperature}
+    fields = {"objective": DISTILL, "distill_path": folder}
+    fields |= {name: value for name, value in fixed.items() if value != configs.DEFAULTS[name]}
     options = [f"--config.{name}={value}" for name, value in fields.items()]
     return ["surojax", "train", "--config", "STUDENT.py", *options]
 

@@ -42,10 +42,7 @@ def given(
     model: a name in `command_line.configs`, or a value of `model_path`. overrides: fields and texts of their values.
     Raises ConfigError.
     """
-    lora = flags.trains_adapters(overrides)
-    c = flags.load_config(model if command_line.is_config_name(model) else str(flags.FINETUNE), lora=lora)
-    if not command_line.is_config_name(model):
-        c.model_path = model
+    c = flags.config_of_model(model, "--model", lora=flags.trains_adapters(overrides))
     c.gpus = gpus
     if not data:
         data = DATA if c.model_path or c.data != EXAMPLE else EXAMPLE

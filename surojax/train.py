@@ -428,7 +428,8 @@ def further_commands(c: Config, result: Result, again: list[str], export: str | 
 
     again: the run's command. export: its option of that name.
     """
-    run, folder = str(c.output_dir), str(Path(c.output_dir) / "export")
+    has_own = result.checkpoint is None or on_disk.find(c.output_dir) is not None  # else it is of another run
+    run, folder = str(c.output_dir if has_own else result.checkpoint), str(Path(c.output_dir) / "export")
     convert_run = ["surojax", "convert", "--checkpoint", run, "--out", folder]
     lines = []
     if OBJECTIVES[c.objective].num_labels:

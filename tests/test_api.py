@@ -75,9 +75,12 @@ def test_configs_are_copied_compared_and_shown():
     "fields, rate",
     [({"lora": True}, 2e-4), ({}, 2e-5), ({"lora": True, "learning_rate": 1e-3}, 1e-3)],
 )
-def test_a_model_path_is_fine_tuned(fields, rate):
-    assert surojax.load_config(model_path="MODEL", **fields).learning_rate == rate
+def test_a_model_path_is_fine_tuned(fields, rate, tmp_path, monkeypatch):
+    """Also beside a folder that is called as that config."""
     assert surojax.load_config("finetune", model_path="MODEL", **fields).learning_rate == rate
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "finetune").mkdir()
+    assert surojax.load_config(model_path="MODEL", **fields).learning_rate == rate
 
 
 def test_estimates(tmp_path):

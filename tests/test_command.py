@@ -244,6 +244,7 @@ def test_a_new_config(tmp_path, monkeypatch, capsys):
     "words, said",
     [
         (["mine", "--model", "llama125", "--gpu", "4060"], "did you mean llama125m?"),
+        (["mine", "--model", "nosuch", "--gpu", "4060"], "--model: expected a name of finetune, "),
         (["my-run", "--model", "tiny", "--gpu", "4060"], "NAME: expected letters, digits and _, got 'my-run'"),
         (["there", "--model", "tiny", "--gpu", "4060"], "NAME: expected a new file, got 'there.py', which exists"),
         (["mine", "--model", "tiny", "--gpu", "none"], "--gpu: expected a GPU whose facts are known, got 'none'"),

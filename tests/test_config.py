@@ -133,6 +133,7 @@ def test_a_model_alone_is_fine_tuned(tmp_path, monkeypatch):
         ("--config tiny --gpus 2 --lora --max_steps=7", {"gpus": 1, "lora": True, "max_steps": 7}),  # --gpus is its own
         ("--config tiny --model.num_hidden_layers 2 --lora false", {"model.num_hidden_layers": 2, "lora": False}),
         ("--lora --config tiny", {"lora": True}),  # a switch takes only a word that it has
+        ("--config tiny --offload_optimizer nvme --lora", {"offload_optimizer": "nvme", "lora": True}),
         ("--config tiny --qlora", {"lora": True, "qlora_bnb": True}),
         ("--model_path=X --lora", {"learning_rate": 2e-4}),
         ("--model_path=X --qlora --lr 3e-5", {"learning_rate": 3e-5}),

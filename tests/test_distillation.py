@@ -333,6 +333,10 @@ def test_a_run_learns_from_labels_and_says_what_does_not_fit(tmp_path):
         refused(f"{name}: expected ", distill_path=str(tmp_path / name))
     with pytest.raises(ConfigError, match="name another folder"):
         claim_folder(c.distill_path, about)
+    (tmp_path / "a_file").touch()
+    for place in ("a_file", "a_file/labels"):
+        with pytest.raises(ConfigError, match=r"distill_path: expected a folder that can be written, got "):
+            claim_folder(str(tmp_path / place), about)
 
 
 def place(of: str, value: float):

@@ -8,13 +8,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from small import CONFIG, Small, plain_loss, quick_at, tokens, worst_relative
+from small import CONFIG, Small, needs, plain_loss, quick_at, tokens, worst_relative
 
 from surojax.models.rotary import RopeScaling
 from surojax.placement.layout import batch_sharding, replicated_matrices, specs
 from surojax.planner import hlo
 from surojax.step.engine import evaluate
-from surojax.step.train_step import passes
+from surojax.step.train_step import evaluated, passes
 
 QWEN = dataclasses.replace(CONFIG, attention_bias=True, qk_norm=True, tie_word_embeddings=True, head_dim=16)
 # Everything that Gemma 2 and 3 have, in one model; caps as small as the scores and logits, so that they matter.
@@ -228,3 +228,20 @@ def test_golden_steps():
     """
     batches = [tokens(2, 8, 24, seed=i) for i in range(3)]
     np.testing.assert_allclose(Small().train(batches), GOLDEN, rtol=1e-4)
+
+
+@needs(2)
+def test_a_result_is_there_when_all_devices_are_done():
+    """The next step may replace what they read; to read a result waits for the first one alone."""
+
+    def per_device(weights):
+        rounds = weights[0] * 300_000  # none on the first device
+        slow = jax.lax.fori_loop(0, rounds, lambda i, x: jnp.sin(x + i), jnp.float32(0))
+        return jnp.minimum(slow, 0.0) * 0
+
+    mesh = jax.make_mesh((2,), ("x",), devices=jax.devices()[:2])
+    step = jax.jit(jax.shard_map(per_device, mesh=mesh, in_specs=jax.P("x"), out_specs=jax.P(), check_vma=False))
+    weights = jax.device_put(np.arange(2), jax.NamedSharding(mesh, jax.P("x")))
+    jax.block_until_ready(step(weights))  # compiled
+    for result in evaluated(step, weights, [(), ()]):
+        assert all(shard.data.is_ready() for shard in result.addressable_shards)

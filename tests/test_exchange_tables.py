@@ -266,6 +266,19 @@ def test_folders_of_pickled_weights(tmp_path, name):
     assert missing.held_instead(tmp_path).startswith(f"{name}, which may run code and is not read; save the model ")
 
 
+def test_the_folder_of_a_run(tmp_path):
+    """And what it keeps of the model that it began with: neither is the folder of a model."""
+    (tmp_path / "checkpoints/3").mkdir(parents=True)
+    (tmp_path / "model").mkdir()
+    for file in ("config.json", missing.SOURCE):
+        (tmp_path / "model" / file).write_text("{}")
+    for folder in (tmp_path, tmp_path / "model", tmp_path / "checkpoints"):
+        run = tmp_path if folder.name == "model" else folder
+        assert missing.held_instead(folder).startswith(
+            f"checkpoints of a run; surojax convert --checkpoint {run} --out"
+        )
+
+
 def test_folders_of_something_else(tmp_path):
     assert missing.held_instead(tmp_path) == "" == missing.adapter_instead(tmp_path)
     for name in ("a", "b"):
@@ -279,9 +292,9 @@ def test_folders_of_something_else(tmp_path):
     (tmp_path / "b/adapter_config.json").write_text("{}")
     assert missing.adapter_instead(tmp_path) == ", such as the one in its folder b"
     (tmp_path / "m.gguf").write_bytes(b"")
-    assert missing.held_instead(tmp_path) == "m.gguf; give this file as model_path"
+    assert missing.held_instead(tmp_path) == "m.gguf; give this file"
     (tmp_path / "adapter_config.json").write_text("{}")
-    assert missing.held_instead(tmp_path).startswith("an adapter in PEFT's format; give the model that it belongs to")
+    assert missing.held_instead(tmp_path).startswith("an adapter in PEFT's format; surojax convert merge BASE /")
     assert missing.adapter_instead(tmp_path) == ""
     (tmp_path / "config.json").write_text("{}")
     assert missing.adapter_instead(tmp_path) == "; it has a whole model, for model_path"
@@ -463,7 +476,7 @@ def test_the_tokenizer_of_a_model_that_may_be_gone(tmp_path, is_gone, has_tokeni
     folder = sources.kept_in(run) if is_gone else model
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps({"model_type": "llama", "hidden_size": 64}))
-    (folder / sources.SOURCE).write_text(json.dumps({"model_path": str(model)}))
+    (folder / missing.SOURCE).write_text(json.dumps({"model_path": str(model)}))
     if has_tokenizer:
         (folder / "tokenizer.json").write_text("{}")
     (tmp_path / "other").mkdir()

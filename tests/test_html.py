@@ -290,6 +290,21 @@ def test_runs_beside_each_other_and_a_plan(tmp_path, capsys, monkeypatch):
     assert loss["a<b>&, evaluated"] == ([[4], [1.25]], True) and charts["Speed"]["plan"] == 340
 
 
+def test_evaluations_of_several_sets(tmp_path):
+    """Each has marks of its own; the table has the last loss of the first one, also if that has a name."""
+    run = Path(write_run(tmp_path / "run", [4.0, 3.0]))
+    sets = {"chats": 0.5, "code": 1.5}
+    others = [{"log": "eval", "name": name, "step": n, "loss": n + x} for n in (0, 2) for name, x in sets.items()]
+    records = (run / "metrics.jsonl").read_text().splitlines()[:-1] + list(map(json.dumps, others))
+    (run / "metrics.jsonl").write_text("\n".join(records) + "\n")
+    found = runs.read_run(str(run))
+    assert found.row()[runs.HEAD.index("evaluated")] == "2.5000"
+    (loss, *_) = runs.charts_of([found], None)
+    expected = [("run", f"run, evaluated on {name}", [(0, x), (2, 2 + x)]) for name, x in sets.items()]
+    assert loss.labelled_marks() == expected
+    assert [x["name"] for x in runs.chart_data(loss, {"run": 0})["curves"]][1:] == [label for _, label, _ in expected]
+
+
 def test_runs_are_drawn_as_a_picture(tmp_path, capsys, monkeypatch):
     """With a loss that is not finite, and without records of memory."""
     run, picture = write_run(tmp_path / "run", [5.0, None, 3.0]), tmp_path / "report.png"

@@ -674,11 +674,11 @@ def test_names_with_something_before_them_are_told(tmp_path, before, advice):
 @pytest.mark.parametrize(
     "file, got",
     [
-        ("adapter_config.json", "an adapter in PEFT's format; give the model that it belongs to, and the adapter as"),
+        ("adapter_config.json", "an adapter in PEFT's format; surojax convert merge BASE "),
         ("pytorch_model.bin", "pytorch_model.bin, which may run code and is not read; save the model with save_pretr"),
         ("pytorch_model.bin.index.json", "pytorch_model.bin.index.json, which may run"),
         ("consolidated.00.pth", "consolidated.00.pth, which may"),
-        ("tiny-Q4_K_M.gguf", "tiny-Q4_K_M.gguf; give this file as model_path"),
+        ("tiny-Q4_K_M.gguf", "tiny-Q4_K_M.gguf; give this file"),
         ("checkpoint-5/config.json", "one in the folder checkpoint-5 in it; give that folder"),
     ],
 )

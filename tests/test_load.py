@@ -243,6 +243,18 @@ def test_a_text_file_among_questions_is_said(tmp_path):
         load_entries(tmp_path, [entry])
 
 
+@pytest.mark.parametrize("as_entry", [False, True])
+def test_paths_with_rows_of_several_types_are_refused(tmp_path, as_entry):
+    """The error names the file whose rows are others, and what it says to do works."""
+    text, asked = tmp_path / "a.txt", write(tmp_path / "b.jsonl", questions(20))
+    text.write_text("One paragraph. " * 40)
+    paths = [str(text), asked]
+    names = {} if as_entry else {"data": ",".join(paths)}
+    with pytest.raises(ConfigError, match=r"^/.*b\.jsonl: expected rows of type text, as in /.*a\.txt, got .* instr"):
+        load_entries(tmp_path, [{"path": paths}] if as_entry else [], **names)
+    assert len(load_entries(tmp_path, [{"path": str(text)}, {"path": asked}]).train) > 0
+
+
 def test_rows_that_cannot_be_used_end_the_run_or_are_counted(tmp_path):
     path = write(tmp_path / "a.jsonl", [*questions(9), {"prompt": "no answer"}, "no json", *questions(20)[9:]])
     with pytest.raises(ConfigError, match=r"a\.jsonl:1[01]: expected"):  # the first one that is not held out

@@ -3,6 +3,7 @@
 import re
 import shlex
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from commands import convert, distill, fit, generate, plan, train
@@ -11,6 +12,8 @@ from test_pages import test_commands_are_taken as check_command
 
 from surojax import launch, new
 from surojax.__main__ import VERBS
+from surojax.config import flags
+from surojax.data.teacher_labels import Teacher
 from surojax.planner import aot
 
 STUDENT = """
@@ -82,9 +85,11 @@ def test_of_distill(folder, capsys):
     save_tokenizer(folder / "tokenizer.json")
     (folder / "text.txt").write_text("\n\n".join(f"w{i} w{i + 1} " * 40 for i in range(50)))
     line = "--model_path MODEL --data text.txt --config.distill_path=labels --data_cache cache --sequence_len 32"
+    line += " --distill_top_k 8"
     (folder / "STUDENT.py").write_text(STUDENT)
     (command,) = printed_by(capsys, distill.main, f"{line} --sample_packing no --model_dtype float32")
-    assert command == "surojax train --config STUDENT.py --config.objective=distill --config.distill_path=labels"
+    expected = "surojax train --config STUDENT.py --config.objective=distill --config.distill_path=labels"
+    assert command == f"{expected} --config.distill_top_k=8"
     train.main(shlex.split(command)[2:])
 
 
@@ -106,6 +111,27 @@ def test_of_launch(folder, capfd):
     *_, again = started(shlex.split(resume)[1:])
     assert again.endswith("--config.max_steps=8") and len(again) == len(resume)
     convert.main(shlex.split(export)[2:])
+
+
+def test_a_student_has_the_settings_of_its_labels():
+    about = Teacher("a digest", "a teacher", "a tokenizer", 320, 4, 2.0)
+    command = distill.student_command(Path("labels"), about)
+    assert command[-2:] == ["--config.distill_top_k=4", "--config.distill_temperature=2.0"]
+    assert distill.student_command(Path("labels"), about._replace(top_k=64, temperature=1.0)) == command[:-2]
+    of_states = about._replace(top_k=0, temperature=0.0, hidden_size=8)
+    assert distill.student_command(Path("labels"), of_states)[-1] == "--config.distill_hidden_size=8"
+
+
+def test_commands_after_nothing_was_left_are_of_the_run_that_has_it(folder):
+    """Whose checkpoint `resume_from_checkpoint` named."""
+    checkpoint = folder / "a/checkpoints/3"
+    checkpoint.mkdir(parents=True)
+    c = flags.load_config("tiny")
+    result = train.Result(SimpleNamespace(step=3), [], checkpoint, True)
+    for c.output_dir, run in (("b", checkpoint), ("a", "a")):
+        sample, export, _ = train.further_commands(c, result, ["surojax", "train"], None)
+        assert sample == f"sample: surojax generate --checkpoint {run} --prompt TEXT"
+        assert export == f"export: surojax convert --checkpoint {run} --out {c.output_dir}/export"
 
 
 def test_an_export_that_is_there_is_followed_by_another(tmp_path):

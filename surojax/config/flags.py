@@ -12,7 +12,16 @@ from typing import NoReturn, cast
 
 import ml_collections
 
-from surojax.command_line import NO_CONFIG, WORDS, field_value, file_of_config, parsed_options, split_flags
+from surojax.command_line import (
+    NO_CONFIG,
+    WORDS,
+    config_named,
+    field_value,
+    file_of_config,
+    is_config_name,
+    parsed_options,
+    split_flags,
+)
 from surojax.config.fields import FIELDS, SECTIONS, Config
 from surojax.errors import ConfigError
 from surojax.exchange.sources import resolved
@@ -121,6 +130,19 @@ def load_config(path: str, *, lora: bool = False) -> Config:
         line = next((f.lineno for f in frames if f.filename == path), getattr(error, "lineno", None))
         raise ConfigError(f"{path}{f':{line}' if line else ''}: {_in_words(error)}") from error
     return cast(Config, config)
+
+
+def config_of_model(model: str, option: str, *, lora: bool) -> Config:
+    """Returns the config that a model begins with: a name of `configs`, or a value of `model_path`, to fine-tune.
+
+    option: that named the model. lora: see `load_config`. Raises ConfigError.
+    """
+    if is_config_name(model):
+        named = config_named(model, option, "a Hugging Face folder or name, or a .gguf file")
+        return load_config(str(named), lora=lora)
+    config = load_config(str(FINETUNE), lora=lora)
+    config.model_path = model
+    return config
 
 
 def _in_words(error: BaseException) -> str:

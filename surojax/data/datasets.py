@@ -278,6 +278,28 @@ def resolve(dataset: Dataset, open_set: OpenSet = open_set, wanted: str = "") ->
     raise ConfigError(f"{bad.where}: {bad.reason}")
 
 
+def check_alike(dataset: Dataset, open_set: OpenSet = open_set) -> None:
+    """Raises ConfigError if the first row of one of a dataset's paths has another type than the dataset.
+
+    What cannot be read is left to who reads it.
+    """
+    if len(dataset.path) < 2:
+        return
+    types = {}
+    for path, found in _paths(dataset):
+        if found and found.files:
+            with contextlib.suppress(ConfigError):
+                one = dataclasses.replace(dataset, path=(path,), type="auto")
+                types[path] = resolve(one, open_set, dataset.type).type
+    for path, type_ in types.items():
+        if type_ != dataset.type:
+            others = ", ".join(name for name in dataset.path if types.get(name) == dataset.type)
+            raise ConfigError(
+                f"{path}: expected rows of type {dataset.type}, as in {others}, got rows of type {type_}; give it an "
+                "entry of its own in datasets"
+            )
+
+
 def _type_of_filled(row: DataRow, dataset: Dataset, wanted: str) -> str:
     """Returns the type of a row by the fields that have a value: a table has all fields in each row."""
     filled = {

@@ -320,7 +320,9 @@ def items(rows: Iterable[DataRow | BadRow]) -> Iterator[Item[DataRow]]:
     for row in rows:
         if isinstance(row, DataRow) and any(isinstance(value, TextFile) for value in row.record.values()):
             row = BadRow(
-                row.where, "expected instructions or conversations, got a text file; leave it out, or set type"
+                row.where,
+                "expected instructions or conversations, got a text file; leave it out, or give it an entry of its own "
+                "in datasets",
             )
         if isinstance(row, BadRow):
             yield Item(row, key_of_bad(row), 0)

@@ -224,7 +224,14 @@ def load_data(
 
 def _resolved(dataset: Dataset, open_set: OpenSet, rows: str) -> Dataset:
     """Decides a dataset's type for an objective that takes `rows`."""
-    return datasets.resolve(dataset, open_set, "instruction" if rows == "unpaired" else rows)
+    found = datasets.resolve(dataset, open_set, _wanted(rows))
+    if dataset.type == "auto":
+        datasets.check_alike(found, open_set)
+    return found
+
+
+def _wanted(rows: str) -> str:
+    return "instruction" if rows == "unpaired" else rows
 
 
 def _with_data(entries: Entries, settings: Settings, open_set: OpenSet, rows: str) -> Entries:
@@ -244,11 +251,14 @@ def _with_data(entries: Entries, settings: Settings, open_set: OpenSet, rows: st
 def _rows_of(names: str, settings: Settings, open_set: OpenSet, rows: str) -> Dataset | None:
     """Makes the entry of a comma list of paths, with its type decided; None: documents for `load_corpora`."""
     entry = _entry(names, settings)
+    is_text = False
     with contextlib.suppress(ConfigError):  # other kinds of files, or none
         documents = dataclasses.replace(entry, path=tuple(map(str, corpus.expand(names).files)))
-        if _resolved(documents, open_set, rows).type == "text":
-            return None
-    return _resolved(entry, open_set, rows)
+        is_text = datasets.resolve(documents, open_set, _wanted(rows)).type == "text"
+    found = dataclasses.replace(entry, type="text") if is_text else _resolved(entry, open_set, rows)
+    if entry.type == "auto" and is_text:
+        datasets.check_alike(found, open_set)
+    return None if is_text else found
 
 
 def _entry(names: str, settings: Settings) -> Dataset:

@@ -205,8 +205,13 @@ def claim_folder(folder: str, teacher: Teacher) -> Path:
                 f"labels are with {getattr(theirs, name)}; name another folder"
             )
         return path
-    path.mkdir(parents=True, exist_ok=True)
-    _write(path / TEACHER_FILE, [json.dumps(teacher._asdict(), indent=1).encode() + b"\n"])
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        _write(path / TEACHER_FILE, [json.dumps(teacher._asdict(), indent=1).encode() + b"\n"])
+    except (PermissionError, FileExistsError, NotADirectoryError) as error:
+        raise ConfigError(
+            f"distill_path: expected a folder that can be written, got {folder!r} ({error.strerror}); choose another"
+        ) from error
     return path
 
 

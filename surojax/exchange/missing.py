@@ -5,9 +5,11 @@ from collections.abc import Collection
 from pathlib import Path
 
 from surojax.errors import shown
+from surojax.run import on_disk
 
 MOST = 2000  # names that are compared
 ADAPTER = "adapter_config.json"
+SOURCE = "source.json"  # in the folder where a run keeps the small files of its model: whose they are
 # Beginnings that wrappers give to names, and how a model is saved without them.
 WRAPPERS = {
     "_orig_mod.": "save the model that torch.compile wraps",
@@ -58,11 +60,19 @@ def misnamed(folder: Path, index: str) -> str:
 def held_instead(folder: Path) -> str:
     """Says for a message's end what a folder without weights in safetensors has, and what to change; "": nothing."""
     if (folder / ADAPTER).is_file():
-        return "an adapter in PEFT's format; give the model that it belongs to, and the adapter as lora_adapter"
+        return (
+            f"an adapter in PEFT's format; surojax convert merge BASE {folder} FOLDER makes one model of it and the "
+            "model that it belongs to; to train it further give that one, and the adapter as lora_adapter"
+        )
+    run = folder.parent if (folder / SOURCE).is_file() else folder
+    if on_disk.find(run):
+        return (
+            f"checkpoints of a run; surojax convert --checkpoint {run} --out FOLDER writes their model as such a folder"
+        )
     for name in PICKLED:
         if (folder / name).is_file():
             return f"{name}, which may run code and is not read; save the model with save_pretrained of transformers"
     if ggufs := sorted(folder.glob("*.gguf")):
-        return f"{ggufs[0].name}; give this file as model_path"
+        return f"{ggufs[0].name}; give this file"
     inner = [path.parent.name for path in sorted(folder.glob("*/config.json"))]
     return f"one in the folder {inner[0]} in it; give that folder" if len(inner) == 1 else ""

@@ -19,7 +19,7 @@ from surojax.exchange.gguf_file import is_gguf, open_file
 from surojax.exchange.gguf_metadata import metadata_config
 from surojax.exchange.huggingface import labels_of, model_fields, read_config, read_whole_config
 from surojax.exchange.merge import Merged
-from surojax.exchange.missing import SAVE_FAST
+from surojax.exchange.missing import SAVE_FAST, SOURCE
 from surojax.exchange.model_tensors import Tensors, Weights, check_tensors
 from surojax.exchange.naming import Naming, naming_of
 from surojax.exchange.new_head import WithNewHead
@@ -29,7 +29,6 @@ from surojax.objectives.objectives import OBJECTIVES
 from surojax.untrusted import expanded, read_json
 
 KEPT = "model"  # folder in the output_dir of a run
-SOURCE = "source.json"  # in that folder: the model_path that its files are of
 WHOLE = "whole_config.json"  # there: config.json of an image-text model, whose language model's is beside it
 
 
@@ -171,6 +170,7 @@ def for_inference(c: Any, source: str | Path, tokenizer: str = "") -> Any:
     c.model_path = str(source)
     c.tokenizer = tokenizer or c.tokenizer
     completed = resolved(c)
+    check_has_logits(completed)
     if completed.tokenizer == "bytes" and not tokenizer:
         raise ConfigError(
             f"tokenizer: expected tokenizer.json in {source}, got none; {SAVE_FAST}, or pass --tokenizer (bytes, if it "
@@ -180,6 +180,14 @@ def for_inference(c: Any, source: str | Path, tokenizer: str = "") -> Any:
     stored = config.get("dtype") or config.get("torch_dtype") or "float32"
     completed.model_dtype = "bfloat16" if stored in ("bfloat16", "float16") else "float32"
     return completed
+
+
+def check_has_logits(c: Any) -> None:
+    """Raises ConfigError if the model of a resolved config classifies."""
+    if c.model.num_labels:
+        raise ConfigError(
+            f"model_path: expected a language model, got a reward model in {c.model_path}; transformers scores with it"
+        )
 
 
 def tokenizer_of(c: Any, output_dir: Path) -> str:

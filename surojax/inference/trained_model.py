@@ -71,7 +71,7 @@ def load_trained(path: str | Path, tokenizer: str = "", chat_template: str = "")
     if loaded is None:
         raise CheckpointError(
             f"--checkpoint: expected {TRAINED}, got {str(path)!r}, which holds "
-            f"{missing.held_instead(Path(path)) or 'none'}"
+            f"{missing.held_instead(expanded(path)) or 'none'}"
         )
     return loaded
 

@@ -28,10 +28,11 @@ def write_figure(file: Path, run_records: Sequence[RunRecords], plan: Planned | 
         axes.set_xlabel("step")
         axes.set_ylabel(chart.unit)
         axes.grid(alpha=0.3)
-        for of, style, said in ((chart.curves, "-", ""), (chart.marks, "o--", ", evaluated")):
-            for name, points in of.items():
-                if points:  # a value that is not finite is a gap
-                    axes.plot(*zip(*points, strict=True), style, label=f"{name}{said}")
+        for label, points in chart.curves.items():
+            if points:  # a value that is not finite is a gap
+                axes.plot(*zip(*points, strict=True), "-", label=label)
+        for _, label, points in chart.labelled_marks():
+            axes.plot(*zip(*points, strict=True), "o--", label=label)
         if chart.plan is not None:
             axes.axhline(chart.plan, linestyle=":", color="black", label="plan")
         if axes.get_legend_handles_labels()[1]:

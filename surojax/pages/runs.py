@@ -63,17 +63,24 @@ class RunRecords:
         """Returns (step, value) of each step that has the key. unit: divisor of the values."""
         return curve(self.steps, key, unit)
 
+    def evaluated(self) -> dict[str, Curve]:
+        """Returns (step, loss) of the evaluations of each data set, by "evaluated" or "evaluated on NAME"."""
+        of_sets: dict[str, list[dict[str, Any]]] = {}
+        for record in self.evaluations:
+            of_sets.setdefault(str(record.get("name") or ""), []).append(record)
+        return {f"evaluated on {name}" if name else "evaluated": curve(x, "loss") for name, x in of_sets.items()}
+
     def speeds(self) -> Curve:
         """Returns (step, tokens/s) of each step but the first, which compiles, unless it is the only one."""
         points = self.curve("tokens_per_second")
         return points[1:] or points
 
     def row(self) -> list[str]:
-        """Makes the run's row under `HEAD`. tokens/s: the median."""
+        """Makes the run's row under `HEAD`. evaluated: of the first data set. tokens/s: the median."""
         losses, norms = ([y for _, y in self.curve(key)] for key in ("loss", "norm"))
         peaks = [y for _, y in self.curve("peak_memory_bytes") if y is not None]
         speeds = [y for _, y in self.speeds() if y is not None]
-        evaluated = [y for _, y in curve(self.evaluations, "loss")]
+        evaluated = [y for _, y in next(iter(self.evaluated().values()), [])]
         tokens = [y for _, y in self.curve("tokens")]
         return [
             self.name,
@@ -155,7 +162,7 @@ def read_run(name: str) -> RunRecords:
         ) from error
     steps = [x for x in records if x.get("log") == "step"]
     need(bool(steps), "RUN", f"{METRICS_FILE} with at least one step", name, "wait for the first step of the run")
-    evaluations = [x for x in records if x.get("log") == "eval" and not x.get("name")]
+    evaluations = [x for x in records if x.get("log") == "eval"]
     others = read_starts(file.parent)
     starts = [x for x in others if x["log"] == "start" and isinstance(x.get("settings"), dict)]
     samples = [x for x in others if x["log"] == "sample" and isinstance(x.get("text"), str)]
@@ -210,13 +217,21 @@ def table_text(runs: Sequence[RunRecords], plan: Planned | None) -> str:
 
 
 class Chart(NamedTuple):
-    """A chart by step. unit: of its values, or "". curves: by run; marks: of evaluations; plan: the planned value."""
+    """A chart by step. unit: of its values, or "". curves: by run. marks: by run, see `RunRecords.evaluated`.
+
+    plan: the planned value.
+    """
 
     title: str
     unit: str
     curves: Mapping[str, Curve]
-    marks: Mapping[str, Curve] = MappingProxyType({})
+    marks: Mapping[str, Mapping[str, Curve]] = MappingProxyType({})
     plan: float | None = None
+
+    def labelled_marks(self) -> list[tuple[str, str, Curve]]:
+        """Lists (run, label, points) of the marks that there are."""
+        every = [(run, what, points) for run, of_run in self.marks.items() for what, points in of_run.items()]
+        return [(run, f"{run}, {what}", points) for run, what, points in every if points]
 
 
 def charts_of(runs: Sequence[RunRecords], plan: Planned | None) -> list[Chart]:
@@ -226,7 +241,7 @@ def charts_of(runs: Sequence[RunRecords], plan: Planned | None) -> list[Chart]:
     def of(title: str, unit: str, key: str, size: float = 1.0, plan: float | None = None) -> Chart:
         return Chart(title, unit, {run.name: run.curve(key, size) for run in runs}, plan=plan)
 
-    marks = {run.name: curve(run.evaluations, "loss") for run in runs}
+    marks = {run.name: run.evaluated() for run in runs}
     speeds = {run.name: run.speeds() for run in runs}
     charts = [
         of("Loss", "nats per token", "loss")._replace(marks=marks),
@@ -242,19 +257,18 @@ def charts_of(runs: Sequence[RunRecords], plan: Planned | None) -> list[Chart]:
 def chart_data(chart: Chart, colours: Mapping[str, int]) -> dict[str, Any]:
     """Converts a chart for charts.js; colours: by run."""
 
-    def series(name: str, points: Curve, is_mark: bool) -> dict[str, Any]:
+    def series(run: str, label: str, points: Curve, is_mark: bool) -> dict[str, Any]:
         kept = points if is_mark else thinned(points)
         values = [None if y is None else float(f"{y:.6g}") for _, y in kept]
-        label = f"{name}, evaluated" if is_mark else name
         return {
             "name": label,
-            "colour": colours[name],
+            "colour": colours[run],
             "marks": is_mark,
             "points": [[step for step, _ in kept], values],
         }
 
-    curves = [series(name, points, False) for name, points in chart.curves.items() if points]
-    marks = [series(name, points, True) for name, points in chart.marks.items() if points]
+    curves = [series(run, run, points, False) for run, points in chart.curves.items() if points]
+    marks = [series(*of_run, True) for of_run in chart.labelled_marks()]
     return {"title": chart.title, "unit": chart.unit, "curves": [*curves, *marks], "plan": chart.plan}
 
 

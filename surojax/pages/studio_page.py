@@ -85,7 +85,7 @@ class StudioQuery:
             if command_line.is_config_name(self.model)
             else [f"--config.model_path={self.model}"]
         )
-        start = started(self.model, lora=self.config.lora)
+        start = flags.config_of_model(self.model, "model", lora=self.config.lora)
         if not command_line.is_config_name(self.model):
             start.lora = False  # the command says it
         change = {name: value for name, value in differing(start, flat(self.config)).items() if name != "model_path"}
@@ -98,18 +98,6 @@ class StudioQuery:
             options["--nvme"] = self.files and f"{self.files:g}"
         words = [word for name, value in options.items() if value for word in (name, value)]
         return f"{self.command(verb)} {shlex.join(words)}"
-
-
-def started(model: str, *, lora: bool = False) -> Config:
-    """Returns the config that a model begins with, by what the query calls it. Raises ConfigError.
-
-    lora: whether adapters will be trained, see `flags.load_config`.
-    """
-    is_name = command_line.is_config_name(model)
-    config = flags.load_config(model if is_name else str(flags.FINETUNE), lora=lora)
-    if not is_name:
-        config.model_path = model
-    return config
 
 
 def set_method(c: Config, method: str) -> None:
@@ -132,7 +120,8 @@ def question(query: Mapping[str, str]) -> StudioQuery:
     gpu = gpu_key(query.get("gpu", ""))
     settings = [(name, value) for name, value in query.items() if name not in FORM]
     method = query.get("method", "")
-    given = started(model, lora=method in ("lora", "qlora") or dict(settings).get("lora", "").lower() == "true")
+    lora = method in ("lora", "qlora") or dict(settings).get("lora", "").lower() == "true"
+    given = flags.config_of_model(model, "model", lora=lora)
     if method:
         set_method(given, method)
     given.gpus = whole(query, "gpus") or 1

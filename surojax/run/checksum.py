@@ -27,9 +27,10 @@ def checksums(**trees) -> tuple[dict[str, int], list[str]]:
     def fetch(name, x):
         _, *section_and_path = name.split("/")  # "master/blocks/attention/wq"; other arrays have no section
         stacked = len(section_and_path) > 1 and section_and_path[0] != OUTER
-        return jax.device_get(_checksum(x, stacked=stacked))
+        return jax.device_get(jax.block_until_ready(_checksum(x, stacked=stacked)))
 
-    # One program at a time: several with collectives in flight can block each other on virtual CPU devices.
+    # One program at a time: several with collectives in flight can block each other on virtual CPU devices. All of them
+    # are done before the next step replaces the arrays, see `train_step.evaluated`.
     in_memory_sums = map(fetch, in_files.in_memory(named), in_files.in_memory(trees))
     results = in_files.joined(in_memory_sums, map(_checksum_of_file, in_files.files(trees)))
     names = jax.tree.leaves(named)

@@ -259,7 +259,7 @@ def _stored_moments(path: Path, moments, meta: dict[str, Any]):
         raise CheckpointError(
             f"checkpoint {path}: expected the state of the same optimizer, got that of another one (only {whose} has "
             f"{name}); set optimizer to the one it was written with, use {written_by(meta)} if it is that one, or "
-            "start anew (resume_from_checkpoint='no')"
+            "start anew in another output_dir"
         )
 
     def as_stored(keys, x):

@@ -10,6 +10,8 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+import jax
+
 from surojax.optim.optimizer import Optimizer
 from surojax.placement.mesh import pipeline_stages
 from surojax.placement.table import Mesh
@@ -87,13 +89,17 @@ def up_to_date(step: Any, state: TrainState | Pending | PendingUpdate) -> TrainS
 
 
 def evaluated(step: Any, weights: Any, batches: Iterable[tuple]) -> Iterator[tuple]:
-    """Yields a compiled evaluation step's result for each batch. Weights in files are read once for several."""
+    """Yields a compiled evaluation step's result for each batch. Weights in files are read once for several.
+
+    All devices are done by then. To read a result waits for one of them, and on virtual CPU devices a training step
+    that replaces the weights does not wait for the others, which read them.
+    """
     if isinstance(step, LayerEvaluation):
-        for together in itertools.batched(batches, BATCHES_IN_FLIGHT):
-            yield from step.each(weights, together)
+        groups = itertools.batched(batches, BATCHES_IN_FLIGHT)
+        results = itertools.chain.from_iterable(step.each(weights, together) for together in groups)
     else:
-        for batch in batches:
-            yield step(weights, *batch)
+        results = (step(weights, *batch) for batch in batches)
+    yield from map(jax.block_until_ready, results)
 
 
 def make_eval_step(engine: Engine, plan: TrainState, mesh: Mesh) -> Any:
