@@ -89,3 +89,52 @@ def test_a_placement_draws_the_same_state_as_users_compile_it():
     """The verifier draws one for all rows."""
     done = as_users_run_it("-c", FIRST_STATES)
     assert done.stdout == "equal\n", done.stdout + done.stderr[-2000:]
+
+
+# A kind with one layer is differentiated in the loop over microbatches, and in straight-line code if gradients are in
+# host memory (`starts_in_first_group`). With one row in a microbatch XLA fuses the two in other kernels.
+IN_A_LOOP = """
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from surojax.models import decoder_model
+from surojax.models.decoder_config import DecoderConfig
+from surojax.models.model import PLAIN
+
+sizes = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1}
+sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "linear_num_key_heads": 2, "linear_num_value_heads": 4}
+sizes |= {"linear_key_head_dim": 16, "linear_value_head_dim": 16, "norm_plus_one": True}
+sizes |= {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 16, "mamba_n_groups": 2}
+(segment,) = decoder_model.build(DecoderConfig(layer_types=sys.argv[1], **sizes)).segments
+rng = np.random.default_rng(0)
+w = jax.tree.map(lambda p: rng.normal(0.5, 0.2, p.shape).astype(np.float32), segment.params)
+x, dx = (rng.normal(0, 0.1, (2, 1, 32, 64)).astype(np.float32) for _ in range(2))
+starts = np.maximum.accumulate(np.where(rng.random((2, 1, 32)) < 1 / 8, np.arange(32, dtype=np.int32), 0), axis=2)
+
+def backward(w, *of_microbatch):
+    w, x, dx, starts = jax.lax.optimization_barrier((w, *of_microbatch))
+    saved = segment.block_forward(w, x, None, PLAIN, starts)[1]
+    return segment.block_backward(w, saved, (dx, None), None, PLAIN, starts)[:2]
+
+@jax.jit
+def straight(w, *batch):
+    done = []
+    for i in range(2):
+        gradients, w = jax.lax.optimization_barrier((backward(w, *(array[i] for array in batch)), w))
+        done.append(gradients)
+    return jax.tree.map(lambda *arrays: jnp.stack(arrays), *done)
+
+looped = jax.jit(lambda w, *batch: jax.lax.map(lambda each: backward(w, *each), batch))
+found = zip(jax.tree.leaves(straight(w, x, dx, starts)), jax.tree.leaves(looped(w, x, dx, starts)), strict=True)
+print("equal" if all((a == b).all() for a, b in found) else "not equal")
+"""
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("mixer", ["linear_attention", "mamba2", "conv", "full_attention"])
+def test_a_layer_is_differentiated_alike_in_a_loop_and_outside_of_one(mixer):
+    done = as_users_run_it("-c", IN_A_LOOP, mixer)
+    assert done.stdout == "equal\n", done.stdout + done.stderr[-2000:]

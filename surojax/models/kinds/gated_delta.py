@@ -42,6 +42,7 @@ from surojax.models.model import Cache
 from surojax.models.operations import Operations
 from surojax.models.recompute import save_inputs_only
 from surojax.models.row_pieces import RowPieces
+from surojax.numerics.rounding import materialised, silu
 from surojax.parallel.collectives import device_number
 from surojax.parallel.context import pieces_per_device
 from surojax.placement.mesh import TENSOR
@@ -113,7 +114,7 @@ class GatedDelta(Mixer):
         mixed = convolved_silu(qkv, taps_CJ, before, starts)
         N, t, V = b.shape
         K = V * c.linear_num_key_heads // c.linear_num_value_heads
-        parts = jnp.split(mixed, [K * c.linear_key_head_dim, 2 * K * c.linear_key_head_dim], axis=-1)
+        parts = materialised(jnp.split(mixed, [K * c.linear_key_head_dim, 2 * K * c.linear_key_head_dim], axis=-1))
         q, k, v = (x.reshape(N, t, heads, -1) for x, heads in zip(parts, (K, K, V), strict=True))
         g, beta = gates(a, b, self.A_log[...], self.dt_bias[...])
         tokens = Tokens(q, k, *(x.reshape(N, t, K, V // K, *x.shape[3:]) for x in (v, g, beta)))
@@ -265,7 +266,7 @@ def log_of_uniform(key, shape, dtype=jnp.float32) -> jax.Array:
 def convolved_silu(x, taps, before, starts, bias=None) -> jax.Array:
     """Returns silu of `causal_convolution`, plus a bias of each channel, in the dtype of x."""
     y = causal_convolution(x, taps, before, starts)
-    return jax.nn.silu(y if bias is None else y + bias.astype(y.dtype)[None, None]).astype(x.dtype)
+    return silu(y if bias is None else y + bias.astype(y.dtype)[None, None]).astype(x.dtype)
 
 
 @save_inputs_only
