@@ -257,7 +257,7 @@ def test_what_is_beside_a_language_model(tmp_path):
     beside("nothing")
     beside("scales", a=one, a_scale_inv=one, b_scale_inv=one)
     with pytest.raises(
-        ConfigError, match="expected vision_tower.a, which is kept as it is, as numbers, got codes; fetch"
+        ConfigError, match=r"expected vision_tower\.a, which is kept as it is, as numbers, got codes; fetch"
     ):
         beside("codes", a=one.astype(np.uint8))
 
@@ -562,7 +562,7 @@ def test_a_scorer_of_a_family_that_nobody_knows_is_refused_by_its_name(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
     c = default_config()
     c.update({"model_path": str(tmp_path), "objective": "reward"})
-    with pytest.raises(ConfigError, match="^model_path: expected model_type llama, .*, got 'gpt2'"):
+    with pytest.raises(ConfigError, match=r"^model_path: expected model_type llama, .*, got 'gpt2'"):
         sources.resolved(c)
 
 

@@ -157,8 +157,8 @@ NF4 = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_typ
         ),
         ({"quantization_config": {"quant_method": "fp8"}}, r"with weight_block_size, .*got 'fp8' without it"),
         *(
-            ({"quantization_config": {"quant_method": "fp8", "weight_block_size": size}}, r"got 'fp8' without it")
-            for size in ([128], [128, 128, 128], [128, 0], [128.0, 128])
+            ({"quantization_config": {"quant_method": "fp8", "weight_block_size": size}}, rf"got 'fp8' with \[{got}\]")
+            for size, got in (([128], "128"), ([1, 2, 3], "1, 2, 3"), ([128, 0], "128, 0"), ([8.0, 8], r"8\.0, 8"))
         ),
         ({"quantization_config": "gptq"}, r"quantization_config: expected none, .*got 'gptq'; fetch"),
         ({"quantization_config": NF4 | {"bnb_4bit_quant_type": "fp4"}}, r"got 'bitsandbytes' in fp4 or 8 bits; fetch"),

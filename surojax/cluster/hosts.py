@@ -287,7 +287,7 @@ def _address(launcher: Variables, text: str, environment: Mapping[str, str]) -> 
             match = re.search(r"tcp://([^,:]+)|tcp6://\[([^,\]]+)", text)
             need(match is not None, "OMPI_MCA_orte_hnp_uri", "a tcp address", text, "pass --coordinator HOST:PORT")
             assert match
-            host = match[1] or f"[{match[2]}]"
+            host = match[1] or match[2]
             port = _port_of_job(text.partition(".")[0], 2**12)
         case "Slurm":
             host = _first_node(text)

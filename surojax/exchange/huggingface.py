@@ -238,7 +238,7 @@ def float8_scales(config: dict[str, Any]) -> Float8Scales | None:
         return Float8Scales((block[0], block[1]), "_scale_inv")
     got = repr(method)
     if method == "fp8":
-        got = f"{method!r} without it"
+        got = f"{method!r} with {shown(block)}" if "weight_block_size" in entry else f"{method!r} without it"
     if method == "bitsandbytes":
         got = f"{method!r} in fp4 or 8 bits"
     if method == compressed.METHOD:
