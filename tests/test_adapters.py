@@ -250,7 +250,10 @@ def test_tensors_that_do_not_belong_to_the_model_are_refused(tmp_path):
     tensors = theirs("lora")
     cases = {
         f"the most similar being {q.replace('.q_', '.v_')!r}; save the adapter again": {q},
-        "in a model of 2 layers, got base_model.model.model.layers.7.x; give an adapter of this model": "layers.7.x",
+        **{
+            f"in a model of 2 layers, got {name}; give an adapter of this model": name
+            for name in ("base_model.model.model.layers.7.x", q.removeprefix("base_model.model."))
+        },
         f"{q}: expected rank 4, as adapter_config.json says, got [2, 32]; save the adapter again": (2, 32),
         f"{q}: expected [4, 32], got [4, 48]; give an adapter of this model": (4, 48),
     }
@@ -259,12 +262,19 @@ def test_tensors_that_do_not_belong_to_the_model_are_refused(tmp_path):
         if isinstance(change, set):
             del changed[q]
         elif isinstance(change, str):
-            changed[f"base_model.model.model.{change}"] = np.zeros(3, np.float32)
+            changed[change] = np.zeros(3, np.float32)
         else:
             changed[q] = np.zeros(change, np.float32)
         with pytest.raises(ConfigError) as error:
             peft.read_adapter(save(tmp_path / str(i), "lora", changed), model)
         assert str(error.value).endswith(message)
+
+
+def test_an_adapter_beside_a_base_in_an_unknown_format_is_refused(tmp_path):
+    folder = save(tmp_path / "adapter", "lora")
+    safetensors.numpy.save_file(theirs("lora"), folder / peft.TENSORS, {peft.BASE_FORMAT: "nf3"})
+    with pytest.raises(ConfigError, match=rf"{peft.BASE_FORMAT}: expected one of .*, got 'nf3'; give another adapter$"):
+        peft.read_adapter(folder, base_of(tmp_path, "lora").model)
 
 
 def test_an_adapter_that_was_saved_without_a_task_type_is_read(tmp_path):
@@ -411,6 +421,7 @@ def test_an_adapter_of_another_base_is_refused(tmp_path):
     message = "^lora_adapter: expected one that was trained on model_path, whose hash begins with cd, got there of ab; "
     with pytest.raises(ConfigError, match=message):
         peft.check_continues(peft.AdapterArrays(settings, {}, {}, base="ab"), settings, "cd", "there")
+    peft.check_continues(peft.AdapterArrays(settings, {}, {}), settings, "cd", "there")  # PEFT's own has no hash
 
 
 def test_a_base_adapter_is_part_of_the_base(tmp_path, monkeypatch):

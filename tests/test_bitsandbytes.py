@@ -132,9 +132,14 @@ def test_what_is_stored_otherwise_is_refused(tmp_path):
         "nested_blocksize: expected 256, got 128; quantise it so": {"nested_blocksize": 128},
         "quant_type: expected 'nf4', got 'fp4'; quantise it so": {"quant_type": "fp4"},
         "got float32 of [32, 96]; fetch the model before it was quantised": {"shape": [32, 96]},
+        "got float32 of [1, 64, 64]; fetch the model before it was quantised": {"shape": [1, 64, 64]},
+        "got float64 of [64, 64]; fetch the model before it was quantised": {"dtype": "float64"},
+        "expected a finite nested_offset, got inf; quantise it again": {"nested_offset": "inf"},
+        "expected nested_offset, got no such key; quantise the model again": {"nested_offset": None},
     }
     for i, (message, changes) in enumerate(cases.items()):
-        changed = np.frombuffer(json.dumps(state | changes).encode(), np.uint8)
+        said = {name: value for name, value in (state | changes).items() if value is not None}
+        changed = np.frombuffer(json.dumps(said).encode(), np.uint8)
         with pytest.raises(ConfigError) as error:
             Weights(write(tmp_path / str(i), **{key: changed}))
         assert str(error.value).endswith(message)

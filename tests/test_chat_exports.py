@@ -225,6 +225,16 @@ def test_which_tokens_end_an_answer(tmp_path, template, ends):
     assert [tokenizer.token_text(token) for token in found] == ends
 
 
+def test_stop_tokens_are_added_once():
+    """A file that has them is left as it is, and a classifier stops at none."""
+    files = {model_folder.GENERATION: b'{"eos_token_id":   [1, 2]}'}
+    assert model_folder.with_stops(files, {}, [2]) == files
+    classifier = {"architectures": ["LlamaForSequenceClassification"]}
+    assert model_folder.with_stops(files, classifier, [3]) == files
+    added = model_folder.with_stops(files, {}, [3])[model_folder.GENERATION]
+    assert json.loads(added) == {"eos_token_id": [1, 2, 3]}
+
+
 def test_bytes_have_no_end_of_turn():
     for name in NAMES:
         assert turn_ends(load_template(name, ByteTokenizer()), ByteTokenizer()) == []

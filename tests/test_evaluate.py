@@ -79,8 +79,9 @@ def test_a_run_with_an_attention_of_gpus_is_scored_anywhere(attention):
 
 
 def test_empty_requests_are_refused():
-    with pytest.raises(ValueError, match="at least one token, got 0 and 2"):
-        score(MODEL, {}, [Request(*ids_of(0, 2))])
+    for sizes in ((0, 2), (2, 0)):
+        with pytest.raises(ValueError, match="at least one token, got {} and {}".format(*sizes)):
+            score(MODEL, {}, [Request(*ids_of(*sizes))])
 
 
 class Merging(ByteTokenizer):
@@ -101,7 +102,10 @@ def test_pairs_merge_no_token_across_the_seam():
     assert context.tolist() == [*b"x"] and continuation.tolist() == [32, 32, 300, *b"c"]
     context, continuation = request_of(words, "", "ab")
     assert context.tolist() == [words.eos_id] and continuation.tolist() == [300]
-    words.bos_id, words.adds_bos = 7, True
+    words.bos_id, words.adds_bos = 7, False  # a first token that only texts without a context begin with
+    assert request_of(words, "x", "y").context.tolist() == [*b"x"]
+    assert request_of(words, "", "y").context.tolist() == [7]
+    words.adds_bos = True
     assert request_of(words, "x", "y").context.tolist() == [7, *b"x"]
 
 
@@ -196,7 +200,8 @@ def test_what_a_task_wants_generated(monkeypatch, tmp_path):
     harness = Harness(Trained(MODEL, {}, ByteTokenizer(), None), batch_size=2, max_length=16)
     prompt, options, until = harness._prepared(("x" * 40, {"until": ["", "stop"], "max_gen_toks": 12}))
     assert (len(prompt), options["max_tokens"], until) == (4, 12, ("stop",))
-    assert harness._prepared(("x", {"until": "", "max_gen_toks": 1}))[2] == ()
+    for nothing in ("", None):
+        assert harness._prepared(("x", {"until": nothing, "max_gen_toks": 1}))[2] == ()
     sampled = {"temperature": 0.7, "top_p": 0.9, "max_gen_toks": 1}
     for do_sample, temperature in ((True, 0.7), (False, 0.0)):
         options = harness._prepared(("x", sampled | {"do_sample": do_sample}))[1]
@@ -205,6 +210,23 @@ def test_what_a_task_wants_generated(monkeypatch, tmp_path):
     message = r"^--max-length: expected more than the 16 tokens that a task wants generated, got 16; raise it$"
     with pytest.raises(ConfigError, match=message):
         harness._prepared(("x", {"max_gen_toks": 16}))
+
+
+def test_texts_of_tasks_begin_once(monkeypatch, tmp_path):
+    """With the token that the tokenizer adds, unless a task wants none or its text has it; else with nothing."""
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        pytest.importorskip("lm_eval")
+        from surojax.inference.harness import Harness
+    words = ByteTokenizer()
+    harness = Harness(Trained(MODEL, {}, words, None), batch_size=2, max_length=16)
+    for bos, adds, begins in ((7, True, True), (7, False, False), (None, True, False)):
+        words.bos_id, words.adds_bos = bos, adds
+        assert harness.tok_encode("ab") == [7] * begins + [97, 98]
+        assert harness.tok_encode("ab", add_special_tokens=False) == [97, 98]
+        assert harness.tok_encode("\x07b") == [7, 98]
+        assert harness.prefix_token_id == (words.eos_id if bos is None else bos)
 
 
 def test_requests_with_different_options_share_no_batch(monkeypatch, tmp_path):

@@ -9,7 +9,9 @@ import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import safetensors.numpy
 from test_config_keys import LEAST
 
 from surojax import ConfigError, default_config
@@ -24,7 +26,9 @@ from surojax.exchange import (
     small_files,
     sources,
 )
+from surojax.exchange.beside import tensors_beside
 from surojax.exchange.huggingface import model_fields
+from surojax.exchange.model_tensors import SINGLE, Weights
 from surojax.exchange.naming import Naming, is_no_part
 from surojax.families import registry
 from surojax.families.registry import FAMILIES
@@ -121,6 +125,11 @@ ODD = {
     "left out modules": ({"exclude_modules": ["down_proj"]}, None),
     "a bias": ({"bias": "all"}, None),
     "no bias": ({"bias": None}, {}),
+    "all layers in a list": ({"target_modules": ["all-linear"]}, None),  # PEFT looks for a module of that name then
+    "targets in a list of their own": ({"target_modules": [["q_proj"]]}, None),
+    "a head as an object": ({"modules_to_save": {"lm_head": True}}, None),
+    "what is saved as a number": ({"modules_to_save": 1}, None),
+    "parameters of a model without experts": ({"target_parameters": ["q_proj.weight"]}, None),
     "drawn by pissa": ({"init_lora_weights": "pissa"}, None),
     "drawn by a gaussian": ({"init_lora_weights": "gaussian"}, {}),
     "orthogonal": ({"init_lora_weights": "orthogonal"}, {}),
@@ -159,9 +168,9 @@ def test_adapter_configs_of_odd_shapes(tmp_path, case):
 
 @pytest.mark.parametrize("layers", (1, 3))
 def test_a_target_module_is_named_once_for_all_layers(layers):
-    adapted = Lora(4, 8.0, ("attention.wq", "mlp.w_down"))
+    adapted = Lora(4, 8.5, ("attention.wq", "mlp.w_down"))
     content = adapter_config.adapter_config_of(adapted, _model(layers), "a/b", Naming())
-    assert content["target_modules"] == ["q_proj", "down_proj"]
+    assert content["target_modules"] == ["q_proj", "down_proj"] and content["lora_alpha"] == 8.5
 
 
 def test_tensors_that_no_family_has_keep_our_names():
@@ -228,6 +237,29 @@ def test_the_language_model_of_an_image_text_model():
         parts.text_config(GEMMA_IMAGES | {"text_config": {"model_type": "llama"}})
     with pytest.raises(ConfigError, match="expected an object as text_config of gemma3, got None"):
         parts.text_config({"model_type": "gemma3"})
+
+
+def test_what_is_beside_a_language_model(tmp_path):
+    """Scales are those of a matrix in float8 alone; codes mean nothing without their settings."""
+
+    def beside(folder: str, **tensors: np.ndarray):
+        (tmp_path / folder).mkdir()
+        quantised = {"quant_method": "fp8", "weight_block_size": [2, 2]}
+        (tmp_path / folder / "config.json").write_text(json.dumps(GEMMA_IMAGES | {"quantization_config": quantised}))
+        images = {f"vision_tower.{name}": x for name, x in tensors.items()}
+        norm = {"language_model.model.norm.weight": np.ones(2, np.float32)}
+        safetensors.numpy.save_file(norm | images, tmp_path / folder / SINGLE)
+        found = tensors_beside(Weights(tmp_path / folder))
+        assert found is not None and found.config is not None and found.config["mm_tokens_per_image"] == 256
+        assert found.planned(np.dtype("float32")).keys() == images.keys()
+
+    one = np.ones((1, 1), np.float32)
+    beside("nothing")
+    beside("scales", a=one, a_scale_inv=one, b_scale_inv=one)
+    with pytest.raises(
+        ConfigError, match=r"expected vision_tower\.a, which is kept as it is, as numbers, got codes; fetch"
+    ):
+        beside("codes", a=one.astype(np.uint8))
 
 
 NAME = "model.norm.weight"
@@ -475,6 +507,10 @@ def test_the_tokenizer_of_a_model_that_may_be_gone(tmp_path, is_gone, has_tokeni
     model, run = tmp_path / "model", tmp_path / "run"
     folder = sources.kept_in(run) if is_gone else model
     folder.mkdir(parents=True)
+    if not is_gone:  # the run's copy is of the model as it was
+        sources.kept_in(run).mkdir(parents=True)
+        (sources.kept_in(run) / "config.json").write_text(json.dumps({"model_type": "llama", "hidden_size": 32}))
+        (sources.kept_in(run) / sources.SOURCE).write_text(json.dumps({"model_path": str(model)}))
     (folder / "config.json").write_text(json.dumps({"model_type": "llama", "hidden_size": 64}))
     (folder / missing.SOURCE).write_text(json.dumps({"model_path": str(model)}))
     if has_tokenizer:
@@ -486,6 +522,99 @@ def test_the_tokenizer_of_a_model_that_may_be_gone(tmp_path, is_gone, has_tokeni
         found = sources.resolved(c)
         assert found.model.hidden_size == 64 and c.model.hidden_size != 64
         assert found.tokenizer == (str(folder) if replaced and has_tokenizer else tokenizer), tokenizer
+
+
+def _kept(run: Path, model_path: str, **config: Any) -> Path:
+    """A run's copy of the small files of a Llama."""
+    kept = sources.kept_in(run)
+    kept.mkdir(parents=True)
+    (kept / sources.SOURCE).write_text(json.dumps({"model_path": model_path}))
+    (kept / "config.json").write_text(json.dumps({"model_type": "llama"} | config))
+    return kept
+
+
+def test_a_head_that_a_run_untied_is_untied_in_its_copy(tmp_path):
+    """As the original is gone, the settings are those of the copy, which says so already."""
+    _kept(tmp_path / "run", str(tmp_path / "gone"), tie_word_embeddings=False)
+    c = default_config()
+    c.update({"model_path": str(tmp_path / "gone"), "output_dir": str(tmp_path / "run"), "untied_head": True})
+    assert sources.resolved(c).model.tie_word_embeddings is False
+
+
+def test_names_of_an_image_text_model_that_is_gone(tmp_path):
+    """The copy's config.json is the language model's, and another file says that it was part of a model."""
+    kept = _kept(tmp_path / "run", str(tmp_path / "model"))
+    c = default_config()
+    assert sources.naming(c) == Naming()
+    c.update({"model_path": str(tmp_path / "model"), "output_dir": str(tmp_path / "run")})
+    assert not sources.naming(c).in_whole
+    (kept / sources.WHOLE).write_text(json.dumps(GEMMA_IMAGES))
+    assert sources.naming(c).in_whole
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model/config.json").write_text(json.dumps({"model_type": "llama"}))
+    assert not sources.naming(c).in_whole  # it is there again
+    c.model_path = str(tmp_path / "x.gguf")
+    assert sources.naming(c) == Naming()
+
+
+@pytest.mark.parametrize(
+    "said, labels",
+    [
+        ({}, 2),  # transformers' default, of which it writes no names
+        ({"num_labels": 5}, 5),
+        ({"id2label": {"0": "a", "1": "b", "2": "c"}}, 3),
+        ({"architectures": ["LlamaForCausalLM"], "num_labels": 5}, 0),
+        ({"architectures": None}, 0),
+    ],
+)
+def test_the_labels_of_a_classifier(said, labels):
+    assert huggingface.labels_of({"architectures": ["LlamaForSequenceClassification"]} | said) == labels
+
+
+def test_a_scorer_of_a_family_that_nobody_knows_is_refused_by_its_name(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
+    c = default_config()
+    c.update({"model_path": str(tmp_path), "objective": "reward"})
+    with pytest.raises(ConfigError, match=r"^model_path: expected model_type llama, .*, got 'gpt2'"):
+        sources.resolved(c)
+
+
+@pytest.mark.parametrize("said, length", [(512, 512), (0, None), (None, None), ("512", None), (-1, None)])
+def test_the_length_of_a_model(tmp_path, said, length):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "max_position_embeddings": said}))
+    assert sources.length_of(tmp_path) == length
+
+
+@pytest.mark.parametrize(
+    "changes, length",
+    [
+        ({}, 512),
+        ({"sequence_len": 1024}, 1024),
+        ({"from_scratch": True}, 64),
+        ({"model_path": "other"}, 64),
+        ({"model_path": ""}, 64),
+    ],
+)
+def test_the_length_of_a_run_is_that_of_the_model_that_it_starts_from(tmp_path, changes, length):
+    _kept(tmp_path, "model", max_position_embeddings=512)
+    c = default_config()
+    c.update({"model_path": "model", "sequence_len": 64} | changes)
+    assert sources.length_of_run(c, tmp_path) == length
+
+
+@pytest.mark.parametrize(
+    "said, dtype",
+    [
+        ({"dtype": "float32", "torch_dtype": "bfloat16"}, "float32"),  # the newer key
+        ({"dtype": "bfloat16"}, "bfloat16"),
+        ({"torch_dtype": "float16"}, "bfloat16"),
+        ({}, "float32"),
+    ],
+)
+def test_the_dtype_of_a_model_in_use(tmp_path, said, dtype):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"} | said))
+    found = sources.for_inference(default_config(), tmp_path, "bytes")
+    assert (found.model_dtype, found.tokenizer) == (dtype, "bytes")
 
 
 @pytest.mark.parametrize(
@@ -503,6 +632,12 @@ def test_layers_behind_the_last_are_no_part_of_a_model_that_says_so(config, laye
         l for l in range(5) if is_no_part(f"model.layers.{l}.mlp.up_proj.weight", {"num_hidden_layers": 2} | config)
     ]
     assert found == layers and not is_no_part("model.norm.weight", config)
+
+
+def test_the_scale_of_scores_is_that_of_a_head_unless_it_is_said():
+    h = default_config().model.hidden_size // default_config().model.num_attention_heads
+    assert config_json.normal({})["query_pre_attn_scalar"] == h
+    assert config_json.normal({"query_pre_attn_scalar": h + 1.0})["query_pre_attn_scalar"] == h + 1
 
 
 def test_models_with_experts_in_all_layers_have_one_width():

@@ -362,12 +362,19 @@ B = A.replace("lora_A", "lora_B")
         ({"target_parameters": ["router.weight"]}, {}, "target_parameters: expected modules among "),
         ({"target_parameters": ["router"]}, {}, "target_parameters: expected names among mlp.experts.gate_up_"),
         ({"target_parameters": "gate_up_proj"}, {}, "target_parameters: expected names of parameters, got 'gate_up_"),
+        ({"target_parameters": [1]}, {}, "target_parameters: expected names of parameters, got [1]"),
         (
             {"target_parameters": ["layers.1.mlp.experts.down_proj"]},
             {},
             "target_parameters: expected down_proj in every layer or in none, got",
         ),
         ({"rank_pattern": {"q_proj": 2}}, {}, "rank_pattern: expected gate_up_proj alone in it, got {'q_proj': 2}"),
+        ({"rank_pattern": ["gate_up_proj"]}, {}, "rank_pattern: expected gate_up_proj alone in it, got ['gate_up_proj"),
+        (
+            {"target_parameters": ["mlp.experts.down_proj"], "rank_pattern": {"gate_up_proj": 6}},
+            {},
+            "rank_pattern: expected it off, got {'gate_up_proj': 6}; nothing else is computed here",
+        ),
         (
             {"rank_pattern": {"gate_up_proj": 6, "experts.gate_up_proj": 6}},
             {},
@@ -378,6 +385,11 @@ B = A.replace("lora_A", "lora_B")
             {"rank_pattern": {"gate_up_proj": 6}},
             {},
             "alpha_pattern: expected 10 for gate_up_proj, the scale of the others, got {}",
+        ),
+        (
+            {"rank_pattern": {"gate_up_proj": 6}, "alpha_pattern": {"gate_up_proj": "10"}},
+            {},
+            "alpha_pattern: expected 10 for gate_up_proj, the scale of the others, got {'gate_up_proj': '10'}",
         ),
         (
             {"rank_pattern": {"gate_up_proj": 6}, "alpha_pattern": {"gate_up_proj": 10}},

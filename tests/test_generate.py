@@ -127,7 +127,12 @@ def test_padding_of_the_vocabulary_is_never_drawn():
 
 @pytest.mark.parametrize(
     "options, message",
-    [({"temperature": -1.0}, "temperature"), ({"top_p": 0.0}, "top_p"), ({"prompt": np.array([])}, "prompt")],
+    [
+        ({"temperature": -1.0}, "temperature"),
+        ({"top_p": 0.0}, "top_p"),
+        ({"prompt": np.array([])}, "prompt"),
+        ({"prompt": np.array([[1]])}, "prompt"),
+    ],
 )
 def test_bad_options_are_refused(options, message):
     prompt = options.pop("prompt", np.array([1]))

@@ -99,6 +99,7 @@ def write_file(
     for key, value in (keys | (metadata or {})).items():
         if value is not None:
             kind = {int: gguf.GGUFValueType.UINT32, float: gguf.GGUFValueType.FLOAT32, str: gguf.GGUFValueType.STRING}
+            kind[list] = gguf.GGUFValueType.ARRAY
             writer.add_key_value(key if key.startswith("split.") else f"{architecture}.{key}", value, kind[type(value)])
     add_tokenizer(writer, tokenizer or {})
     for name, array in (stored(case) | (tensors or {})).items():
@@ -192,9 +193,12 @@ def test_llama_3_is_known_by_its_divisors(tmp_path):
     c, _, weights = opened(path)
     assert weights is not None and weights.names == stored("llama3_rope").keys()
     assert (c.model.rope_scaling, c.model.rope_factor, c.model.tie_word_embeddings) == ("llama3", 32.0, True)
-    path = write_file(tmp_path / "y.gguf", "llama3_rope", tensors={"rope_freqs.weight": divisors * 1.1}, metadata=sizes)
-    with pytest.raises(ConfigError, match=r"^model_path: .*expected rope_freqs\.weight of llama \(low.*, got others"):
-        opened(path)
+    for i, others in enumerate((divisors * 1.1, divisors[:-1])):
+        path = write_file(tmp_path / f"y{i}.gguf", "llama3_rope", tensors={"rope_freqs.weight": others}, metadata=sizes)
+        with pytest.raises(
+            ConfigError, match=r"^model_path: .*expected rope_freqs\.weight of llama \(low.*, got other"
+        ):
+            opened(path)
     path = write_file(tmp_path / "z.gguf", "qwen2", tensors={"rope_freqs.weight": divisors})
     with pytest.raises(
         ConfigError, match=r"^model_path: .*expected no rope_freqs\.weight in a model of qwen2, got one"
@@ -292,6 +296,7 @@ def test_every_rule_splits_as_that_of_llama_cpp(tmp_path, rule):
         ({"metadata": {"feed_forward_length": None}}, r"expected feed_forward_length in .*, got none"),
         ({"metadata": {"attention.head_count": 0}}, r"attention\.head_count: expected a positive number, got 0"),
         ({"metadata": {"block_count": 2.0}}, r"block_count: expected a whole number, got 2\.0"),
+        ({"metadata": {"attention.head_count": [4, 2]}}, r"expected equal layers, got head counts \[4, 2\]"),
         (
             {"tensors": {"model.embed_tokens.weight": np.ones(64, np.float32)}},
             r"token_embd\.weight: expected shape \[to",

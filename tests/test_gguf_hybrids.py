@@ -65,6 +65,11 @@ REFUSED = [
     ("nemotron_dense", {"time_step_min": 0.5}, "mamba_dt_min=0.5"),
     ("nemotron_groups", {}, "mamba_conv_bias=False"),
     ("gemma4_plain", {}, "rope_factor=2.0"),
+    (
+        "gemma4",
+        {"max_position_embeddings": None},
+        "max_position_embeddings: expected a number for a .gguf file, got No",
+    ),
     ("gemma4_full", {}, "expected a layer with a window, without which llama.cpp ends at a file of gemma4, got none"),
     ("gemma4_e", {}, "since llama.cpp gives them those of these two, got 3 of 7 layers"),
     ("gemma4_e_inputs", {"vocab_size_per_layer_input": 50}, "vocab_size_per_layer_input=50"),
@@ -206,6 +211,15 @@ def contents_of(case: str, path: Path) -> tuple[Contents, dict[str, np.ndarray]]
         ("nemotron_dense", "block_count", 2**31, "at most 2,048, as models have"),
         ("nemotron_groups", "expert_gating_func", 1, "expert_gating_func: expected 2, got 1"),
         ("nemotron_groups", "moe_latent_size", 8, "has moe_latent_size, which may change what the model computes"),
+        *(
+            (
+                "gemma4",
+                "attention.sliding_window_pattern",
+                value,
+                f"true or false for each of {layers} layers, got {got}",
+            )
+            for value, layers, got in (([True], 7, "[True]"), (0, 7, "0"), (-2, 7, "-2"), (True, 7, "True"))
+        ),
         ("gemma4", "attention.value_length", 5, "attention.value_length: expected 10, as of keys, got 5"),
         ("gemma4", "rope.dimension_count_swa", 2, "rope.dimension_count_swa: expected 6, as of keys, got 2"),
         ("gemma4", "attention.shared_kv_layers", 2, "expected a layer with a window and then one without before"),
@@ -224,6 +238,32 @@ def test_files_that_say_something_else_are_refused(tmp_path, case, key, value, m
     metadata = contents.metadata | {f"{contents.metadata['general.architecture']}.{key}": value}
     with pytest.raises(ConfigError, match=re.escape(message)):
         model_fields(metadata_config(contents._replace(metadata=metadata), vectors))
+
+
+@pytest.mark.parametrize(
+    "changes, full",
+    [
+        ({}, [3]),
+        ({"attention.sliding_window_pattern": None}, [3]),  # OLMo 3's, which llama.cpp knows
+        ({"attention.sliding_window_pattern": 3}, [2]),
+        ({"attention.sliding_window_pattern": 1}, [0, 1, 2, 3]),
+        ({"attention.sliding_window": None}, [0, 1, 2, 3]),
+    ],
+)
+def test_layers_without_a_window_are_each_nth(tmp_path, changes, full):
+    rope = {"rope_type": "default", "rope_theta": 1e4}
+    config = given("olmo3") | {"rope_parameters": {FULL: rope, SLIDING: rope}}
+    config |= {"num_hidden_layers": 4, "layer_types": [SLIDING] * 3 + [FULL]}
+    metadata, vectors, _ = gguf_metadata(config, tmp_path / "x.gguf")
+    metadata |= {f"olmo2.{key}": value for key, value in changes.items()}
+    entry: Any = type("Entry", (), {"shape": (config["vocab_size"], config["hidden_size"])})()
+    contents = Contents(
+        tmp_path / "x.gguf",
+        {key: value for key, value in metadata.items() if value is not None},
+        dict.fromkeys(("token_embd.weight", "output_norm.weight", "output.weight", *vectors), entry),
+    )
+    found = metadata_config(contents, vectors)["layer_types"]
+    assert found == [FULL if l in full else SLIDING for l in range(4)]
 
 
 def test_a_file_of_gemma_4_that_says_no_cap_has_the_one_of_llama_cpp(tmp_path):

@@ -252,14 +252,15 @@ def test_rows_that_are_no_equal_parts():
             part.shape(stored)
 
 
-@pytest.mark.parametrize("sizes", [(8, 4), (0, 0), ((1, 8), 8)])
+@pytest.mark.parametrize("sizes", [(8, 4), (0, 0), ((1, 8), 8), (8, 8)])
 def test_vectors_of_one_number_have_the_size_of_a_head(sizes):
-    """In GGUF files of Muse-Glimmer, by the layers' numbers."""
+    """In GGUF files of Muse-Glimmer, by the layers' numbers; of right sizes, one number of all is another."""
     family, names = FAMILIES["muse-glimmer"], ("blk.{l}.attn_q_norm.weight", "blk.{l}.attn_k_norm.weight")
     numbers = {name.format(l=l): np.ones(8, np.float32) for name in names for l in range(2)}
     contents = Contents(Path("x.gguf"), {}, dict.fromkeys(numbers))  # type: ignore[arg-type]
     assert _filled(contents, family, 2, 8, numbers.__getitem__) == {"qk_scale_factor": 1.0}
     numbers |= {f"blk.{l}.attn_q_norm.weight": np.ones(size, np.float32) for l, size in enumerate(sizes)}
+    numbers["blk.1.attn_q_norm.weight"][-1:] = 2
     with pytest.raises(ConfigError, match=r"expected one number in every blk\.N\.attn_q_norm\.weight, got others"):
         _filled(contents, family, 2, 8, numbers.__getitem__)
 

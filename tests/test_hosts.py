@@ -63,7 +63,11 @@ SKYPILOT = {"SKYPILOT_NODE_IPS": "10.0.0.4\n10.0.0.5", "SKYPILOT_NUM_NODES": "2"
         # 61440 + 81237 % 4096: the port that JAX's own detection takes
         (SLURM, Hosts("Slurm", f"node003:{61440 + 81237 % 4096}", 14, 13, 1, 2)),
         (SLURM | {"SLURM_STEP_NODELIST": "a1,b[2-3]"}, Hosts("Slurm", f"a1:{61440 + 81237 % 4096}", 14, 13, 1, 2)),
+        # No number of the tasks on this node can be told.
+        *((SLURM | changes, Hosts("Slurm", f"node003:{61440 + 81237 % 4096}", 14, 13, 1, None))
+          for changes in ({"SLURM_STEP_TASKS_PER_NODE": "4(x3"}, {"SLURM_NODEID": "4"})),
         (SLURM | {"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}, None),
+        ({"SLURM_NTASKS": "8"}, None),  # what srun shall take, outside of any job
         ({"SLURM_JOB_ID": "7", "SLURM_NTASKS": "1", "SLURM_PROCID": "0"}, None),  # a batch script's own shell
         (OPEN_MPI, Hosts("Open MPI", f"10.96.0.1:{61440 + 1531576320 // 4096 % 4096}", 4, 3, 1, 2)),
         (OPEN_MPI | {"OMPI_MCA_orte_hnp_uri": "0.0;tcp6://[fe80::1,fe80::2]:4"},
@@ -77,6 +81,12 @@ SKYPILOT = {"SKYPILOT_NODE_IPS": "10.0.0.4\n10.0.0.5", "SKYPILOT_NUM_NODES": "2"
         (SKYPILOT | {"SKYPILOT_NUM_NODES": "1", "SKYPILOT_NODE_RANK": "0"}, None),
         (TORCHRUN, Hosts("torchrun", "10.0.0.1:29501", 16, 9, 1, 8)),  # torchrun's store is at 29500
         (TORCHRUN | SLURM, Hosts("torchrun", "10.0.0.1:29501", 16, 9, 1, 8)),
+        ({k: v for k, v in TORCHRUN.items() if "STORE" not in k}, Hosts("torchrun", "10.0.0.1:29500", 16, 9, 1, 8)),
+        ({k: v for k, v in TORCHRUN.items() if "PORT" not in k}, Hosts("torchrun", "10.0.0.1:8476", 16, 9, 1, 8)),
+        (TORCHRUN | {"MASTER_ADDR": "fd00::1"}, Hosts("torchrun", "[fd00::1]:29501", 16, 9, 1, 8)),
+        *((KUBEFLOW | {"JAX_COORDINATOR_ADDRESS": address}, Hosts("Kubeflow", taken, 3, 2))
+          for address, taken in {"fd00::1": "[fd00::1]:8476", "[fd00::1]": "[fd00::1]:8476",
+                                 "[fd00::1]:7": "[fd00::1]:7", "a:65535": "a:65535"}.items()),
         ({"KUBERNETES_SERVICE_HOST": "10.0.0.1"}, None),  # every pod has it
     ],
 )  # fmt: skip
@@ -96,7 +106,8 @@ def test_what_is_taken_from_each_environment(environment, taken):
         (KUBEFLOW | {"JAX_NUM_PROCESSES": "two"}, r"^JAX_NUM_PROCESSES: expected a whole number, got 'two'"),
         (KUBEFLOW | {"JAX_PROCESS_ID": "3"}, r"^processes \(Kubeflow\): expected a process id from 0 to 2, got 3"),
         (KUBEFLOW | {"JAX_NUM_PROCESSES": "0"}, r"^processes \(Kubeflow\): expected at least 1 process, got 0"),
-        (KUBEFLOW | {"JAX_COORDINATOR_ADDRESS": "host:port"}, r"^coordinator \(Kubeflow\): expected HOST:PORT, got"),
+        *((KUBEFLOW | {"JAX_COORDINATOR_ADDRESS": address}, r"^coordinator \(Kubeflow\): expected HOST:PORT, got")
+          for address in ("host:port", "host:65536", ":6666")),
         ({"JOB_COMPLETION_INDEX": "0"}, r"^processes \(Kubernetes\): expected JAX_COORDINATOR_ADDRESS and "),
         ({"WORLD_SIZE": "2", "RANK": "0"}, r"^processes \(torchrun\): expected MASTER_ADDR beside WORLD_SIZE"),
     ],
@@ -113,6 +124,10 @@ def test_flags_come_first_and_fill_what_is_missing():
     without = {k: v for k, v in OPEN_MPI.items() if "uri" not in k}
     assert detect(without, coordinator="here:1") == Hosts("Open MPI", "here:1", 4, 3, 1, 2)
     assert detect(SLURM, num_processes=1) == Hosts("flags", "127.0.0.1:0", 1, 0)
+    assert detect(KUBEFLOW, num_processes=4) == Hosts("Kubeflow", "job-node-0-0.job:6666", 4, 2)
+    assert detect(KUBEFLOW, process_id=1) == Hosts("Kubeflow", "job-node-0-0.job:6666", 3, 1)
+    with pytest.raises(ConfigError, match=r"^processes \(flags\): expected a process id from 0 to 0, got 1; "):
+        detect({}, num_processes=1, process_id=1)
     with pytest.raises(ConfigError, match=r"^--coordinator: expected all of .*, got only --coordinator; "):
         detect({}, coordinator="here:1")
     with pytest.raises(ConfigError, match=r"^--coordinator: expected HOST:PORT of process 0, got None"):
@@ -124,6 +139,8 @@ def test_flags_come_first_and_fill_what_is_missing():
     [
         (None, None, None, None),  # one process for a host: all of its GPUs
         (0, 1, None, None),  # so also with Slurm's --ntasks-per-node=1, for which JAX would take one
+        (0, None, None, None),
+        (None, 2, None, None),
         (3, 8, None, [3]),
         (1, 2, None, [4, 5, 6, 7]),
         (3, 8, "5", None),  # --gpus-per-task=1: the launcher has chosen

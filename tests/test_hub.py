@@ -1,6 +1,7 @@
 """Names of models on the hub: found in a cache without a network, by the hub's own library; else one line."""
 
 import shutil
+from pathlib import Path
 
 import huggingface_hub
 import pytest
@@ -44,6 +45,18 @@ def test_a_name_is_found_in_the_cache(cache):
     expected = stored("llama")["model.layers.1.mlp.up_proj.weight"]
     assert (weights["blocks"]["mlp"]["w_up"][1] == expected).all() and tokenizer.vocab_size == 62
     assert Weights(folder).names == stored("llama").keys()
+
+
+def test_what_is_no_name_is_asked_of_nobody(tmp_path, monkeypatch):
+    """A folder that is there, files, and paths; a folder is a model if it has a config.json."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(hub, "download", lambda *_, **__: pytest.fail("the hub was asked"))
+    for name in ("owner/model", "owner/other"):
+        (tmp_path / name).mkdir(parents=True)
+    (tmp_path / "owner/model/config.json").write_text("{}")
+    answers = {"owner/model": True, "owner/other": False, "owner/gone.gguf": True, "../gone": False, "a/b/c": False}
+    for name, expected in answers.items():
+        assert is_model(name) is expected and locate(name, weights=True) == Path(name), name
 
 
 def test_only_what_is_needed_is_fetched(monkeypatch):

@@ -123,6 +123,7 @@ def test_keys_that_are_left_out_have_the_values_of_the_class():
 
 GEMMA2 = {"model_type": "gemma2", "hidden_act": "absent"}
 GEMMA3 = {"model_type": "gemma3_text", "hidden_act": "absent"}
+NF4 = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
 
 
 @pytest.mark.parametrize(
@@ -155,6 +156,14 @@ GEMMA3 = {"model_type": "gemma3_text", "hidden_act": "absent"}
             r"quantization_config: expected none, .*'bitsandbytes' with bnb_4bit_quant_type 'nf4', .*got 'gptq'; fetch",
         ),
         ({"quantization_config": {"quant_method": "fp8"}}, r"with weight_block_size, .*got 'fp8' without it"),
+        *(
+            ({"quantization_config": {"quant_method": "fp8", "weight_block_size": size}}, rf"got 'fp8' with \[{got}\]")
+            for size, got in (([128], "128"), ([1, 2, 3], "1, 2, 3"), ([128, 0], "128, 0"), ([8.0, 8], r"8\.0, 8"))
+        ),
+        ({"quantization_config": "gptq"}, r"quantization_config: expected none, .*got 'gptq'; fetch"),
+        ({"quantization_config": NF4 | {"bnb_4bit_quant_type": "fp4"}}, r"got 'bitsandbytes' in fp4 or 8 bits; fetch"),
+        ({"quantization_config": NF4 | {"load_in_4bit": False}}, r"got 'bitsandbytes' in fp4 or 8 bits; fetch"),
+        ({"quantization_config": NF4 | {"quant_method": "hqq"}}, r"got 'hqq'; fetch"),
         (
             {"rope_parameters": {"rope_type": "ntk"}},
             r"rope_type: expected default, linear, llama3, yarn, proportional, got 'ntk'",
@@ -549,6 +558,7 @@ def without(name: str) -> dict[str, np.ndarray]:
     [
         (without("model.norm.weight"), r"expected model\.norm\.weight in .*, got no such tensor"),
         (stored("llama") | {"model.extra": np.zeros(2)}, r"has model\.extra, which a model with this config\.json"),
+        (stored("llama") | {"vision_tower.x": np.zeros(2)}, r"has vision_tower\.x, which a model with this config"),
         (
             stored("llama") | {"model.norm.weight": np.zeros(33, np.float32)},
             r"model\.norm\.weight: expected \[32\], as config\.json says, got \[33\]",

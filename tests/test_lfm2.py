@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 import safetensors.numpy
@@ -137,6 +138,21 @@ def test_models_go_to_gguf_and_back(tmp_path, case):
             gguf_metadata(given(case), tmp_path / "out.gguf")
         (folder / "config.json").write_text(json.dumps(given(case) | {"routed_scaling_factor": 1.0}))
     check_gguf_and_back(folder, tmp_path / "out.gguf")
+
+
+def test_parts_of_a_matrix_in_float8_are_multiplied_with_its_scales(tmp_path):
+    """`in_proj` has three of ours, whose rows the blocks need not divide."""
+    name, numbers = "model.layers.0.conv.in_proj.weight", stored("lfm2", "weight")
+    rows, columns = numbers[name].shape
+    scales = np.linspace(0.5, 2, -(-rows // 20), dtype=np.float32)[:, None]
+    tensors = {name: numbers[name].astype(ml_dtypes.float8_e4m3fn), f"{name}_scale_inv": scales}
+    quantised = {"quant_method": "fp8", "weight_block_size": [20, columns]}
+    (tmp_path / "config.json").write_text(json.dumps(given("lfm2") | {"quantization_config": quantised}))
+    safetensors.numpy.save_file(numbers | tensors, tmp_path / SINGLE)
+    expected = tensors[name].astype(np.float32) * np.repeat(scales, 20, axis=0)[:rows]
+    weights = Weights(tmp_path)
+    for i, part in enumerate(np.split(expected, 3)):
+        np.testing.assert_array_equal(weights.read(f"{name}[{i}/3]"), part)
 
 
 def test_quantised_folders_are_refused_by_the_matrix_that_is_a_part(tmp_path):

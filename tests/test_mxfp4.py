@@ -18,7 +18,8 @@ from surojax import ConfigError, default_config, train
 from surojax.assembly.from_config import from_config
 from surojax.config.checks import check
 from surojax.exchange import compressed, stored_mxfp4
-from surojax.exchange.base import described_format
+from surojax.exchange.base import DerivedTensors, described_format
+from surojax.exchange.export import export
 from surojax.exchange.merge import InBaseFormat
 from surojax.exchange.model_tensors import SINGLE, Weights, check_tensors, readers
 from surojax.exchange.sources import open_weights
@@ -119,6 +120,7 @@ def numbers(tensors: dict[str, np.ndarray], name: str) -> np.ndarray:
 
 
 OF_LAYER = "model.layers.1.mlp.experts."
+AXES_OF_ONE = {"blocks": 3, "scales": 2}  # of tensors that have one block of a row
 
 
 @needs(4)
@@ -162,10 +164,16 @@ def test_gpt_oss_goes_out_as_it_is_stored(tmp_path):
     assert said["quantization_config"]["quant_method"] == "mxfp4" and said["dtype"] == "bfloat16"
     in_numbers = convert.convert(out, tmp_path / "numbers", dtype="bfloat16")
     assert "quantization_config" not in json.loads((in_numbers / "config.json").read_text())
-    again = safetensors.numpy.load_file(convert.convert(in_numbers, tmp_path / "again", dtype="mxfp4") / SINGLE)
-    assert {name: x.shape for name, x in again.items()} == {name: x.shape for name, x in found.items()}
-    for name in ("gate_up_proj", "down_proj"):
-        np.testing.assert_array_equal(numbers(again, OF_LAYER + name), numbers(tensors, OF_LAYER + name))
+    opened = convert.open_model(tmp_path / "model")
+    derived = DerivedTensors(opened.tensors)  # as of a merged adapter, which have numbers alone
+    for folder in (
+        convert.convert(in_numbers, tmp_path / "again", dtype="mxfp4"),
+        export(derived, opened.model, opened.config, {}, tmp_path / "derived", dtype="mxfp4"),
+    ):
+        again = safetensors.numpy.load_file(folder / SINGLE)
+        assert {name: x.shape for name, x in again.items()} == {name: x.shape for name, x in found.items()}
+        for name in ("gate_up_proj", "down_proj"):
+            np.testing.assert_array_equal(numbers(again, OF_LAYER + name), numbers(tensors, OF_LAYER + name))
     with pytest.raises(ConfigError, match=r"^--dtype: expected a model of gpt-oss for mxfp4, got another one"):
         compressed.check_matrices("mxfp4", decoder_model.build(config_of("olmoe")), BY_EXPERT)
 
@@ -200,6 +208,16 @@ def test_adapters_train_beside_experts_as_they_are_stored(tmp_path):
             lambda t: t.update({f"{OF_LAYER}down_proj_scales": np.full((7, D, 2), 120, np.uint8)}),
             r"down_proj: expected blocks \[experts, out, in / 32, 16\] and their scales, got \[7, 64, 1, 16\] and",
         ),
+        (
+            lambda t: t.update({f"{OF_LAYER}down_proj_blocks": np.zeros((7, D, 1, 8), np.uint8)}),
+            r"down_proj: expected blocks \[experts, out, in / 32, 16\] and their scales, got \[7, 64, 1, 8\] and",
+        ),
+        (
+            lambda t: t.update(
+                {f"{OF_LAYER}down_proj_{x}": np.zeros((7, D, 16)[:axes], np.uint8) for x, axes in AXES_OF_ONE.items()}
+            ),
+            r"down_proj: expected blocks \[experts, out, in / 32, 16\] and their scales, got \[7, 64, 16\] and",
+        ),
         (lambda t: t.pop(f"{OF_LAYER}down_proj_scales"), r"down_proj_blocks in a float dtype, got uint8"),
     ],
 )
@@ -211,6 +229,12 @@ def test_damaged_files_are_refused(tmp_path, change, message):
         weights = Weights(folder)
         weights.shape(f"{OF_LAYER}down_proj.weight")
         weights.read(f"{OF_LAYER}down_proj.weight")
+
+
+def test_the_largest_scale_is_of_finite_numbers(tmp_path):
+    tensors = of_gpt_oss() | {f"{OF_LAYER}down_proj_scales": np.full((7, D, 1), 252, np.uint8)}
+    found = Weights(written(tmp_path / "model", tensors)).read(f"{OF_LAYER}down_proj.weight")
+    np.testing.assert_array_equal(found.astype(np.float32), numbers(tensors, f"{OF_LAYER}down_proj"))
 
 
 def test_what_does_not_go_together_is_refused(tmp_path):

@@ -10,6 +10,7 @@ from small import CONFIG, drawn_params
 from surojax import ConfigError
 from surojax.data.templates import load_template
 from surojax.data.tokenizer import ByteTokenizer
+from surojax.inference.chat_history import ChatHistory
 from surojax.inference.prompts import answer_message, complete, conversation_ids, message_ids, text_ids
 from surojax.inference.sample import generate as generate_ids
 from surojax.inference.trained_model import Trained
@@ -30,6 +31,9 @@ def test_texts_begin_as_the_tokenizer_says():
     begins.bos_id, begins.adds_bos = 7, True
     assert text_ids(begins, "ab").tolist() == [7, 97, 98] and text_ids(begins, "").tolist() == [7]
     assert text_ids(begins, "\x07b").tolist() == [7, 98]  # it is there already
+    for bos, adds in ((7, False), (None, True)):
+        begins.bos_id, begins.adds_bos = bos, adds
+        assert text_ids(begins, "ab").tolist() == [97, 98] and text_ids(begins, "").tolist() == [256]
 
 
 def test_messages_are_written_by_the_template():
@@ -152,6 +156,13 @@ def test_a_conversation_begins_anew_and_quits(capsys, monkeypatch):
 
     monkeypatch.setattr("builtins.input", ask)
     assert typed(monkeypatch, capsys, Terminal(), "--chat")[0] == asked[:1]
+
+
+def test_an_answer_takes_half_of_the_length_at_most():
+    size = message_ids(MODEL, "Hi").size
+    assert ChatHistory(MODEL._replace(length=2 * size), "", max_tokens=10**6).ask("Hi").size == size
+    with pytest.raises(ConfigError, match=f"message: expected at most {size - 1} tokens, .*, got {size}"):
+        ChatHistory(MODEL._replace(length=2 * size - 2), "", max_tokens=10**6).ask("Hi")
 
 
 def test_the_oldest_turns_are_cut_at_the_models_length(capsys, monkeypatch):

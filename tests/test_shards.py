@@ -162,6 +162,11 @@ def test_float8_is_multiplied_with_the_scales_of_its_blocks(tmp_path, dtype):
             rf"{NAME}_scale_inv: expected \[4, 2\] scales of blocks \[24, 20\] for \[80, 32\], got \[5, 3\]",
         ),
         (
+            lambda t: t.update({NAME: t[NAME].reshape(80, 4, 8), f"{NAME}_scale_inv": np.ones((4, 1), np.float32)}),
+            {},
+            rf"{NAME}_scale_inv: expected a matrix to scale in blocks \[24, 20\], got \[80, 4, 8\]",
+        ),
+        (
             lambda t: None,
             {"quantization_config": None},
             r"in float8, and config\.json no quantization_config that says how it is scaled",
@@ -176,6 +181,18 @@ def test_float8_without_its_scales_is_refused(tmp_path, change, config_changes, 
     with pytest.raises(ConfigError, match=rf"^model_path: .*{message}[^\n]*$"):
         convert.convert(folder, tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+def test_experts_of_which_some_are_in_float8_are_read_as_numbers(tmp_path):
+    name = "model.layers.0.block_sparse_moe.experts.{}.w1.weight"
+    plain = np.random.default_rng(0).normal(size=(48, 40)).astype(np.float32)
+    codes = (3 * plain).astype(ml_dtypes.float8_e4m3fn)
+    scales = np.full((2, 2), 0.5, np.float32)
+    tensors = {name.format(0): codes, f"{name.format(0)}_scale_inv": scales, name.format(1): plain}
+    weights = Weights(write_float8(tmp_path / "model", tensors, model_type="mixtral"))
+    ours = "model.layers.0.mlp.experts.gate_proj.weight"
+    assert weights.format_of(ours) == ""
+    np.testing.assert_array_equal(weights.read(ours), np.stack([codes.astype(np.float32) / 2, plain]))
 
 
 def test_an_index_that_cannot_be_read_is_refused(tmp_path):

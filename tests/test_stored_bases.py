@@ -144,6 +144,7 @@ OF_FP8, OF_FP4 = "float-quantized", "nvfp4-pack-quantized"
         ("int-quantized", FP8, "int-quantized with strategy block"),
         (OF_FP4, FP4 | {"num_bits": 8}, "nvfp4-pack-quantized with strategy tensor_group"),
         (OF_FP4, FP4 | {"group_size": 32}, "nvfp4-pack-quantized with strategy tensor_group"),
+        ("pack-quantized", FP4, "pack-quantized with strategy tensor_group"),
     ],
 )
 def test_a_format_of_compressed_tensors(format, weights, expected):
@@ -159,6 +160,20 @@ def test_a_format_of_compressed_tensors(format, weights, expected):
             assert compressed.fp8_block(entry) == expected
     with pytest.raises(ValueError):
         compressed.fp8_block({"format": format, "config_groups": {key: {"weights": weights} for key in "ab"}})
+
+
+@pytest.mark.parametrize(
+    "codes, scales, of_all", [((8, 4, 8), (8, 0), (1,)), ((8, 16), (8, 4), (1,)), ((8, 16), (8, 2), (8,))]
+)
+def test_matrices_in_nvfp4_have_shapes_that_belong_together(codes, scales, of_all):
+    """One scale of 16 numbers, and one of the matrix."""
+    good = {"w_packed": (8, 16), "w_scale": (8, 2), "w_global_scale": (1,)}
+    assert compressed.packed_shape("w", good.__getitem__) == (8, 32)
+    stored = dict(zip(good, (codes, scales, of_all), strict=True))
+    with pytest.raises(
+        ConfigError, match=r"^model_path: w: expected codes \[out, in / 2\], .*; fetch the model again$"
+    ):
+        compressed.packed_shape("w", stored.__getitem__)
 
 
 def test_matrices_in_nvfp4_have_three_tensors():

@@ -287,7 +287,7 @@ def _address(launcher: Variables, text: str, environment: Mapping[str, str]) -> 
             match = re.search(r"tcp://([^,:]+)|tcp6://\[([^,\]]+)", text)
             need(match is not None, "OMPI_MCA_orte_hnp_uri", "a tcp address", text, "pass --coordinator HOST:PORT")
             assert match
-            host = match[1] or f"[{match[2]}]"
+            host = match[1] or match[2]
             port = _port_of_job(text.partition(".")[0], 2**12)
         case "Slurm":
             host = _first_node(text)
@@ -298,7 +298,12 @@ def _address(launcher: Variables, text: str, environment: Mapping[str, str]) -> 
             port = str(int(port) + 1) if port and "TORCHELASTIC_USE_AGENT_STORE" in environment else port
         case _:
             host = text
-    return f"{host}:{port}" if port else host
+    return f"{_in_brackets(host)}:{port}" if port else host
+
+
+def _in_brackets(host: str) -> str:
+    """Returns a host as it stands before a port: an IPv6 address in brackets."""
+    return f"[{host}]" if host.count(":") > 1 and not host.startswith("[") else host
 
 
 def _port_of_job(job: str, divisor: int) -> str:
@@ -328,7 +333,7 @@ def _slurm_tasks_here(tasks: str, environment: Mapping[str, str]) -> int | None:
 def _with_port(address: str, source: str) -> str:
     host, colon, port = address.rpartition(":")
     if not colon or address.endswith("]") or (":" in host and not host.startswith("[")):
-        return f"{address}:{PORT}"
+        return f"{_in_brackets(address)}:{PORT}"
     correct = port.isdecimal() and int(port) < 2**16 and host != ""
     need(correct, f"coordinator ({source})", "HOST:PORT", address, "correct it")
     return address

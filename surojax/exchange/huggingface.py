@@ -236,7 +236,11 @@ def float8_scales(config: dict[str, Any]) -> Float8Scales | None:
         return Float8Scales(None, "_scale_inv")
     if isinstance(block, list) and len(block) == 2 and all(isinstance(size, int) and size > 0 for size in block):
         return Float8Scales((block[0], block[1]), "_scale_inv")
-    got = f"{method!r} without it" if method == "fp8" else repr(method)
+    got = repr(method)
+    if method == "fp8":
+        got = f"{method!r} with {shown(block)}" if "weight_block_size" in entry else f"{method!r} without it"
+    if method == "bitsandbytes":
+        got = f"{method!r} in fp4 or 8 bits"
     if method == compressed.METHOD:
         try:
             block = compressed.fp8_block(entry)

@@ -177,8 +177,13 @@ class Weights:
                         f"{AGAIN}"
                     )
                 continue
-            expected = tuple(-(-size // block_size) for size, block_size in zip(shape, block, strict=False))
-            if len(shape) != 2 or stored != expected:
+            if len(shape) != 2:
+                raise ConfigError(
+                    f"model_path: {scales}: expected a matrix to scale in blocks {[*block]}, got {[*shape]}; fetch the "
+                    "model before it was quantised"
+                )
+            expected = tuple(-(-size // block_size) for size, block_size in zip(shape, block, strict=True))
+            if stored != expected:
                 raise ConfigError(
                     f"model_path: {scales}: expected {[*expected]} scales of blocks {[*block]} for "
                     f"{[*shape]}, got {[*stored]}; {AGAIN}"

@@ -211,5 +211,5 @@ def length_of(path: Path) -> int | None:
 
 def length_of_run(c: Any, output_dir: Path) -> int:
     """The maximum context length of a run's model, in tokens: the source model's, at least the run's row length."""
-    starts_from = c.model_path and not c.from_scratch and keeps(output_dir, c.model_path)
+    starts_from = not c.from_scratch and keeps(output_dir, c.model_path)
     return max(c.sequence_len, (starts_from and length_of(kept_in(output_dir))) or 0)
