@@ -166,6 +166,9 @@ def field_cases() -> list[tuple[str, str]]:
     dp_shard_size=0             | dp_shard_size: expected 1 or more, or -1, got 0
     dp_replicate_size=0         | dp_replicate_size: expected 1 or more
     gpus=4 dp_replicate_size=4 zero_level=3 | dp_shard_size: expected 2 or more, to shard over, with zero_level
+    gpus=4 dp_replicate_size=4 shard_weights=true | dp_shard_size: expected 2 or more, to shard over, with zero_level
+    gpus=4 dp_replicate_size=4 shard_gradients=true | dp_shard_size: expected 2 or more, to shard over, with zero_level
+    gpus=4 dp_replicate_size=4 shard_outer=true | dp_shard_size: expected 2 or more, to shard over, with zero_level
     output_dir=                 | output_dir: expected text that is not empty
     output_dir=s3://bucket/run  | output_dir: expected a folder of this machine, got 's3://bucket/run'
     output_dir=text.txt         | text.txt is a file; choose another path

@@ -148,8 +148,18 @@ def test_fields_may_be_written_without_config(line, sets):
     assert {name: found[name] for name in sets} == sets
 
 
-def test_defaults_are_good():
-    checks.check(default_config())
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"max_steps": 30, "warmup_ratio": 0.0, "warmup_steps": 30},
+        {"sequence_len": 30, "sequence_chunks": 2, "attention": "xla"},  # an odd length is one that cuDNN does not take
+    ],
+)
+def test_defaults_and_bounds_are_good(fields):
+    c = default_config()
+    c.update(fields)
+    checks.check(c)
 
 
 @pytest.mark.parametrize(

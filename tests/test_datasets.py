@@ -284,7 +284,8 @@ ENTRY_ERRORS = [
     ({"path": "a", "zzz": 1}, "'zzz'; remove it"),
     ({}, "path: expected a file"),
     ({"path": []}, "path: expected a file"),
-    ({"path": ["a", ""]}, "path: expected a file"),
+    ({"path": ["a", " "]}, "path: expected a file"),
+    ({"path": ["a", 5]}, "path: expected a file"),
     ({"path": 5}, "path: expected a file"),
     (
         {"path": "a", "type": "chat"},
@@ -294,6 +295,8 @@ ENTRY_ERRORS = [
     ({"path": "a", "samples": True}, "samples: expected a number of rows"),
     ({"path": "a", "samples": 1.5}, "samples: expected a number of rows"),
     ({"path": "a", "weight": 0}, "weight: expected a number above 0"),
+    ({"path": "a", "weight": True}, "weight: expected a number above 0"),
+    ({"path": "a", "weight": "2"}, "weight: expected a number above 0"),
     ({"path": "a", "weight": float("inf")}, "weight: expected a number above 0"),
     ({"path": "a", "weight": float("nan")}, "weight: expected a number above 0"),
     ({"path": "a", "split": None}, "split: expected a string, got None"),
@@ -357,7 +360,8 @@ def test_a_type_that_cannot_be_decided(tmp_path):
     only_text = write(tmp_path / "b.jsonl", json.dumps({"text": "a"}))
     message = error_of(resolve, parse_dataset({"path": str(only_text), "messages_field": "turns"}))
     assert f"{only_text}:1: messages_field: expected rows of type conversation" in message and "type text" in message
-    assert "a line that is no JSON" in error_of(resolve, parse_dataset({"path": str(write(tmp_path / "c.jsonl", "{"))}))
+    bad = parse_dataset({"path": str(write(tmp_path / "c.jsonl", "{\n[]\n")), "ignored_fields": "a"})
+    assert f"{tmp_path / 'c.jsonl'}:1: " in error_of(resolve, bad)  # the first of the lines, each of which is none
 
 
 # -- Bad files and rows -----------------------------------------------------------------------------------------------
@@ -404,9 +408,10 @@ def test_a_damaged_parquet_file(tmp_path):
     path = tmp_path / "a.parquet"
     save_parquet(path)
     content = path.read_bytes()
-    same = pyarrow.table([pyarrow.array(["a"]), pyarrow.array(["b"])], names=["text", "text"])
-    pyarrow.parquet.write_table(same, tmp_path / "same.parquet")
-    assert "different names, got text, text" in error_of(rows, tmp_path / "same.parquet")
+    for names in (["text", "text"], ["text", ""]):
+        same = pyarrow.table([pyarrow.array(["a"]), pyarrow.array(["b"])], names=names)
+        pyarrow.parquet.write_table(same, tmp_path / "same.parquet")
+        assert f"different names, got {', '.join(names)}" in error_of(rows, tmp_path / "same.parquet")
     for broken in (content[: len(content) // 2], b"", b"not parquet"):
         message = error_of(rows, write(path, broken))
         assert str(path) in message and "expected a Parquet file" in message
