@@ -79,6 +79,7 @@ def field_cases() -> list[tuple[str, str]]:
     sample_tokens=-1            | sample_tokens: expected 0 or more
     seed=-1                     | seed: expected 0 or more
     seed=4294967296             | seed: expected less than 2^31
+    seed=2147483648             | seed: expected less than 2^31
     max_steps=-5                | max_steps: expected 0 or more, got -5
     eval_steps=-1               | eval_steps: expected 0 or more
     eval_batches=0              | eval_batches: expected 1 or more

@@ -148,17 +148,37 @@ def test_fields_may_be_written_without_config(line, sets):
     assert {name: found[name] for name in sets} == sets
 
 
+WINDOW = {"model.sliding_window": 64, "model_dtype": "bfloat16"}
+QUANTISED = {"zero_level": 3, "zero_quantized_weights": "int8"}
+
+
 @pytest.mark.parametrize(
     "fields",
     [
         {},
         {"max_steps": 30, "warmup_ratio": 0.0, "warmup_steps": 30},
         {"sequence_len": 30, "sequence_chunks": 2, "attention": "xla"},  # an odd length is one that cuDNN does not take
+        {"sample_prompt": "a\nb"},
+        {"data": "stdlib", "validation_datasets": ({"path": "chats.jsonl"},), "train_on": "all"},
+        {"data": "stdlib", "sample_packing": True, "on_long": "drop"},
+        {"data": "rows.jsonl", "on_long": "drop"},
+        # pieces of a sequence have no window with cuDNN's attention only
+        WINDOW | {"attention": "cudnn", "gpus": 2, "cp_size": 2, "cp_method": "ulysses"},
+        WINDOW | {"attention": "mosaic", "gpus": 2, "cp_size": 2, "cp_method": "ring"},
+        {"recipe": "mxfp8", "skip_quant_first_layers": 1, "persistent_quants": True, **QUANTISED},
+        {"zero_level": 2, "zero_quantized_gradients": True, "memcpy_send_recv": True},
+        {
+            "device_memory": 1.0,
+            "zero_level": 2,
+            "offload_grads": True,
+            "offload_residual": "nvme",
+            "nvme_path": "folder",
+        },
     ],
 )
-def test_defaults_and_bounds_are_good(fields):
+def test_what_goes_together(fields):
     c = default_config()
-    c.update(fields)
+    c.update_from_flattened_dict(fields)
     checks.check(c)
 
 

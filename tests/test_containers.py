@@ -418,6 +418,8 @@ def test_the_null_of_pandas_is_no_value(tmp_path):
         GivenRows(pandas.DataFrame([[1, 2]], columns=["a", "a"]))
     series = pandas.Series(["a", None, float("nan"), "b"])
     assert meaning(GivenRows(series))[0] == ["Item", "BlankRow", "BlankRow", "Item"]
+    for null in (pandas.NA, pandas.NaT):
+        assert meaning(GivenRows([{"text": "a"}, {"text": null}]))[0] == ["Item", "BlankRow"]
 
 
 # -- Compressed files -------------------------------------------------------------------------------------------------

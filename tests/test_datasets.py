@@ -115,8 +115,12 @@ def test_folders_globs_and_lists(tmp_path, monkeypatch):
     (tmp_path / "link.txt").symlink_to(tmp_path / "a/1.txt")
     spellings = ["1.txt", "./1.txt", str(tmp_path / "a/1.txt"), "../a/1.txt", str(tmp_path / "link.txt")]
     assert names(read_dataset(parse_dataset({"path": spellings}))) == ["a/1.txt"]
+    assert names(rows("**/*.txt")) == names(rows(tmp_path / "a/**")) == ["a/1.txt"]
+    assert "'.md'" in error_of(rows, tmp_path / "b/**")  # which the glob names, as b/* does
     monkeypatch.setenv("HOME", str(tmp_path))
     assert names(rows("~/a")) == ["a/1.txt"]
+    (row,) = rows(write(tmp_path / "c/state.json", '{"text": "a"}').parent)  # no file about Arrow files, without any
+    assert row.record == {"text": "a"}
 
 
 def test_parquet_is_read_in_parts(tmp_path):

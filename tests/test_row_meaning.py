@@ -17,6 +17,7 @@ from surojax.data.data_rows import BadRow, DataRow, NotARow
 from surojax.data.datasets import Dataset, parse_dataset
 from surojax.data.documents import read_documents
 from surojax.data.examples import Encoder, Example
+from surojax.data.items import hold_out
 from surojax.data.openai_pairs import as_pair
 from surojax.data.rollouts import RolloutEncoder
 from surojax.data.row_fields import MEANINGS, has_content
@@ -717,6 +718,15 @@ def test_ids_are_int32():
     assert np.asarray(TokenEncoder(99).item(DataRow({"input_ids": [1, 2, 3]}, "w")).content).dtype == np.int32
     example = found(talk("a", "b"))
     assert isinstance(example, Example) and example.ids.dtype == BYTES.encode("a").dtype == np.int32
+
+
+@pytest.mark.parametrize(
+    "tokens, parts", [(1, [(1, False)]), (2, [(1, False), (1, True)]), (100, [(95, False), (5, True)])]
+)
+def test_a_single_row_of_ids_is_divided(tokens, parts):
+    encoder = TokenEncoder(99)
+    rows = [encoder.item(DataRow({"input_ids": [1] * tokens}, "w"))]
+    assert [(len(item.content), is_out) for item, is_out in hold_out(rows, 0.01, encoder.split)] == parts
 
 
 def test_earlier_turns_beside_a_prompt():
