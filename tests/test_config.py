@@ -148,6 +148,36 @@ def test_fields_may_be_written_without_config(line, sets):
     assert {name: found[name] for name in sets} == sets
 
 
+@pytest.mark.parametrize(
+    "tokenizer, size, rows, has_model, said",
+    [
+        ("bytes", 257, 1024, False, ""),
+        ("bytes", 257, 1025, False, "expected the tokenizer of a vocabulary of 1025, got 'bytes'"),
+        ("bytes", 257, 1024, True, ""),
+        ("bytes", 257, 1025, True, "expected tokenizer.json in .*, got 'no such file'; save a fast tokenizer"),
+        ("own.json", 1025, 1025, True, ""),
+        ("own.json", 1026, 1025, True, "expected at most 1025 tokens, as many as .* has rows, got 1026"),
+    ],
+)
+def test_bytes_are_for_small_vocabularies(tokenizer, size, rows, has_model, said, tmp_path):
+    """Of a model of this many rows; with a tokenizer of a form that is not read beside it, they are for none."""
+    c = default_config()
+    c.tokenizer, c.model.vocab_size, c.model_path = tokenizer, rows, str(tmp_path) if has_model else ""
+    if said:
+        with pytest.raises(ConfigError, match=f"^tokenizer: {said}"):
+            checks.check_tokenizer(c, size, tokenizer)
+        return
+    checks.check_tokenizer(c, size, tokenizer)
+    (tmp_path / "spiece.model").write_bytes(b"")
+    if has_model and tokenizer == "bytes":
+        with pytest.raises(
+            ConfigError, match=r"^tokenizer: expected tokenizer\.json in .*, got 'spiece\.model'; save a"
+        ):
+            checks.check_tokenizer(c, size, tokenizer)
+    else:
+        checks.check_tokenizer(c, size, tokenizer)
+
+
 WINDOW = {"model.sliding_window": 64, "model_dtype": "bfloat16"}
 QUANTISED = {"zero_level": 3, "zero_quantized_weights": "int8"}
 

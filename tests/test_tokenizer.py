@@ -226,7 +226,14 @@ def test_tokens_that_only_the_settings_have_are_added(tmp_path):
     assert both.encode("<tool>greet").tolist() == [size, size + 1] and both.vocab_size == size + 2
     assert both.name != lone.name and size not in lone.encode("<tool>greet")
     for i, bad in enumerate(
-        ({str(size + 7): special}, {"x": special}, {"9": "<tool>"}, [special], {"9": {"content": 5}})
+        (
+            {str(size + 7): special},
+            {"x": special},
+            {"9": "<tool>"},
+            [special],
+            {"9": {"content": 5}},
+            {str(size): {"content": ""}},
+        )
     ):
         with pytest.raises(ConfigError, match=r"tokenizer_config\.json") as error:
             load_tokenizer(save_folder(tmp_path / str(i), {CONFIG: {"added_tokens_decoder": bad}}))
@@ -304,7 +311,10 @@ def test_chat_templates_of_a_folder(tmp_path):
     assert templates("object", {CONFIG: {"chat_template": both}}) == both
     assert templates("no default", {CONFIG: {"chat_template": several[:1]}}) == {"tool_use": "tools"}
     assert templates("json", {CONFIG: {"chat_template": "a"}} | file) == {"default": "a"}
-    assert templates("only json", file) == {"default": "b"}
+    assert (
+        templates("only json", file) == templates("empty", {CONFIG: {"chat_template": ""}} | file) == {"default": "b"}
+    )
+    assert templates("null", {CONFIG: {"chat_template": [*several, {"name": "rag", "template": None}]}}) == both
     jinja = {CONFIG: {"chat_template": several}, "chat_template.jinja": "ü"}
     assert templates("jinja", jinja | file) == {"default": "ü"}
     assert templates("files", jinja | more) == {"default": "ü", "rag": "r"}
