@@ -72,7 +72,7 @@ def test_the_command_answers(capsys, monkeypatch):
         generate.main([*flags, "--samples", "3"])
     for none in (["--samples", "0"], ["--max-tokens", "0"]):
         with pytest.raises(SystemExit, match=r"error: --samples: expected 1 to .* of 1 token or more, got"):
-            generate.main([*flags, "--rollouts", *none])
+            generate.main([*flags, "--rollouts", "x.jsonl", *none])
     for wrong in (["--system", "x"], ["--chat-template", "chatml"]):
         with pytest.raises(SystemExit, match=r"error: --system, --chat-template: expected --chat with them"):
             generate.main([*flags, *wrong])
