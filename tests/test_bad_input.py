@@ -79,6 +79,7 @@ def field_cases() -> list[tuple[str, str]]:
     sample_tokens=-1            | sample_tokens: expected 0 or more
     seed=-1                     | seed: expected 0 or more
     seed=4294967296             | seed: expected less than 2^31
+    seed=2147483648             | seed: expected less than 2^31
     max_steps=-5                | max_steps: expected 0 or more, got -5
     eval_steps=-1               | eval_steps: expected 0 or more
     eval_batches=0              | eval_batches: expected 1 or more
@@ -166,6 +167,9 @@ def field_cases() -> list[tuple[str, str]]:
     dp_shard_size=0             | dp_shard_size: expected 1 or more, or -1, got 0
     dp_replicate_size=0         | dp_replicate_size: expected 1 or more
     gpus=4 dp_replicate_size=4 zero_level=3 | dp_shard_size: expected 2 or more, to shard over, with zero_level
+    gpus=4 dp_replicate_size=4 shard_weights=true | dp_shard_size: expected 2 or more, to shard over, with zero_level
+    gpus=4 dp_replicate_size=4 shard_gradients=true | dp_shard_size: expected 2 or more, to shard over, with zero_level
+    gpus=4 dp_replicate_size=4 shard_outer=true | dp_shard_size: expected 2 or more, to shard over, with zero_level
     output_dir=                 | output_dir: expected text that is not empty
     output_dir=s3://bucket/run  | output_dir: expected a folder of this machine, got 's3://bucket/run'
     output_dir=text.txt         | text.txt is a file; choose another path

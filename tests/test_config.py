@@ -149,8 +149,68 @@ def test_fields_may_be_written_without_config(line, sets):
     assert {name: found[name] for name in sets} == sets
 
 
-def test_defaults_are_good():
-    checks.check(default_config())
+@pytest.mark.parametrize(
+    "tokenizer, size, rows, has_model, said",
+    [
+        ("bytes", 257, 1024, False, ""),
+        ("bytes", 257, 1025, False, "expected the tokenizer of a vocabulary of 1025, got 'bytes'"),
+        ("bytes", 257, 1024, True, ""),
+        ("bytes", 257, 1025, True, "expected tokenizer.json in .*, got 'no such file'; save a fast tokenizer"),
+        ("own.json", 1025, 1025, True, ""),
+        ("own.json", 1026, 1025, True, "expected at most 1025 tokens, as many as .* has rows, got 1026"),
+    ],
+)
+def test_bytes_are_for_small_vocabularies(tokenizer, size, rows, has_model, said, tmp_path):
+    """Of a model of this many rows; with a tokenizer of a form that is not read beside it, they are for none."""
+    c = default_config()
+    c.tokenizer, c.model.vocab_size, c.model_path = tokenizer, rows, str(tmp_path) if has_model else ""
+    if said:
+        with pytest.raises(ConfigError, match=f"^tokenizer: {said}"):
+            checks.check_tokenizer(c, size, tokenizer)
+        return
+    checks.check_tokenizer(c, size, tokenizer)
+    (tmp_path / "spiece.model").write_bytes(b"")
+    if has_model and tokenizer == "bytes":
+        with pytest.raises(
+            ConfigError, match=r"^tokenizer: expected tokenizer\.json in .*, got 'spiece\.model'; save a"
+        ):
+            checks.check_tokenizer(c, size, tokenizer)
+    else:
+        checks.check_tokenizer(c, size, tokenizer)
+
+
+WINDOW = {"model.sliding_window": 64, "model_dtype": "bfloat16"}
+QUANTISED = {"zero_level": 3, "zero_quantized_weights": "int8"}
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"max_steps": 30, "warmup_ratio": 0.0, "warmup_steps": 30},
+        {"sequence_len": 30, "sequence_chunks": 2, "attention": "xla"},  # an odd length is one that cuDNN does not take
+        {"sample_prompt": "a\nb"},
+        {"data": "stdlib", "validation_datasets": ({"path": "chats.jsonl"},), "train_on": "all"},
+        {"data": "stdlib", "sample_packing": True, "on_long": "drop"},
+        {"data": "rows.jsonl", "on_long": "drop"},
+        # pieces of a sequence have no window with cuDNN's attention only
+        WINDOW | {"attention": "cudnn", "gpus": 2, "cp_size": 2, "cp_method": "ulysses"},
+        WINDOW | {"attention": "mosaic", "gpus": 2, "cp_size": 2, "cp_method": "ring"},
+        {"recipe": "mxfp8", "skip_quant_first_layers": 1, "persistent_quants": True, **QUANTISED},
+        {"zero_level": 2, "zero_quantized_gradients": True, "memcpy_send_recv": True},
+        {
+            "device_memory": 1.0,
+            "zero_level": 2,
+            "offload_grads": True,
+            "offload_residual": "nvme",
+            "nvme_path": "folder",
+        },
+    ],
+)
+def test_what_goes_together(fields):
+    c = default_config()
+    c.update_from_flattened_dict(fields)
+    checks.check(c)
 
 
 @pytest.mark.parametrize(

@@ -308,6 +308,10 @@ VALUES = [
     (pa.array([[("k", 1), ("l", None)]], pa.map_(pa.string(), pa.int32())), {"k": 1, "l": None}),
     (pa.array([[[DAY], []]]), [["2026-11-28"], []]),
     (pa.array([[1, 2]], pa.list_(pa.int8(), 2)), [1, 2]),
+    (pa.array([[DAY]], pa.large_list(pa.date32())), ["2026-11-28"]),
+    (pa.array([DAY, DAY]).dictionary_encode(), "2026-11-28"),
+    (pa.array([None], pa.list_(pa.date32())), None),
+    (pa.array([None], pa.map_(pa.string(), pa.int32())), None),
     (pa.array([[None, "a"]]), [None, "a"]),
     (pa.array([{"role": "user", "content": "a"}], STRUCT), {"role": "user", "content": "a"}),
     (pa.array([[{"role": "user"}, None]], pa.list_(STRUCT)), [{"role": "user"}, None]),
@@ -327,6 +331,24 @@ def test_values_of_tables(tmp_path, values, expected, name):
         pytest.skip("not written by this pyarrow")
     row, *_ = read_file(tmp_path / name, "text")
     assert row.record == {"x": expected} and type(row.record["x"]) is type(expected)
+
+
+def test_rows_of_python():
+    """Messages as a row or in an array, as pandas reads them from Parquet; texts and token ids in arrays."""
+    talk = [said("user", "a"), said("assistant", "b")]
+    for same in ([talk], [{"messages": np.array(talk, object)}]):
+        assert meaning(GivenRows(same)) == meaning(GivenRows([{"messages": talk}]))
+    assert meaning(GivenRows(np.array(["a", "b"]))) == meaning(GivenRows(["a", "b"]))
+    assert meaning(GivenRows(np.array([5, 6]))) == meaning(GivenRows([[5, 6]]))
+    for bad in ([], ["a"], 5):
+        (row,) = GivenRows([bad]).read()
+        assert isinstance(row, BadRow) and "a list of messages, or token ids, got" in row.reason
+    for none, got in (
+        (5, "got int; put it in a list"),
+        ({"train": ["a"]}, "got dict of train; give one of its values"),
+    ):
+        with pytest.raises(ConfigError, match=f"data: expected an iterable of rows, {got}"):
+            GivenRows(none)
 
 
 @pytest.mark.parametrize("field", ["messages", "prompt"])
@@ -396,6 +418,8 @@ def test_the_null_of_pandas_is_no_value(tmp_path):
         GivenRows(pandas.DataFrame([[1, 2]], columns=["a", "a"]))
     series = pandas.Series(["a", None, float("nan"), "b"])
     assert meaning(GivenRows(series))[0] == ["Item", "BlankRow", "BlankRow", "Item"]
+    for null in (pandas.NA, pandas.NaT):
+        assert meaning(GivenRows([{"text": "a"}, {"text": null}]))[0] == ["Item", "BlankRow"]
 
 
 # -- Compressed files -------------------------------------------------------------------------------------------------
@@ -457,6 +481,7 @@ def test_a_text_is_read_in_parts(tmp_path, end, monkeypatch):
 
 def test_the_ends_of_names():
     formats = {"a.jsonl": ".jsonl", "A.JSONL.GZ": ".jsonl", "b.c.txt.zst": ".txt", "a.parquet.gz": ".gz", "a.gz": ".gz"}
+    formats["a.txt.bak"] = ".bak"
     assert {name: format_of(name) for name in formats} == formats
     assert [stem(name) for name in ("x/a.b.jsonl.gz", "a.jsonl", "a.tar.gz", "a")] == ["a.b", "a", "a.tar", "a"]
 

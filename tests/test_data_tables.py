@@ -148,6 +148,13 @@ def test_what_a_cell_means(text, value):
     assert isinstance(row, DataRow) and row.record["label"] == value and type(row.record["label"]) is type(value)
 
 
+def test_a_cell_that_is_not_read_may_have_any_form():
+    """Python's form of messages is refused where messages are read only."""
+    record = {"label": "true", "notes": "[{'role': 'user'}]"}
+    (row,) = decoded([DataRow(record, "row 1")], Dataset("x", type="unpaired"))
+    assert isinstance(row, DataRow) and row.record == record | {"label": True}
+
+
 @pytest.mark.parametrize("number", ["ENOLCK", "ENOTSUP", "EOPNOTSUPP", "ENOSYS", "EINVAL"])
 def test_a_file_system_without_locks_is_used_without(tmp_path, monkeypatch, number):
     def refuse(descriptor, kind):
@@ -220,6 +227,7 @@ PLAIN = [  # a value in a table, and what JSON has for it
     *((datetime.datetime(2026, 1, 2, 3, 4, 5), "2026-01-02T03:04:05"), (datetime.time(3, 4), "03:04:00")),
     *((datetime.timedelta(hours=1), "1:00:00"), (uuid.UUID(int=1), "00000000-0000-0000-0000-000000000001")),
     *((np.datetime64("2026-01-02"), "2026-01-02"), (np.datetime64("NaT", "D"), None)),
+    *((np.float64(0.5), 0.5), (decimal.Decimal("Infinity"), float("inf")), ({"a": None}, {"a": None})),
     *((b"ab", "ab"), (b"\xff", b"\xff"), (ANYTHING, ANYTHING), (None, None), ({1: (np.int8(1),)}, {"1": [1]})),
 ]
 

@@ -115,8 +115,12 @@ def test_folders_globs_and_lists(tmp_path, monkeypatch):
     (tmp_path / "link.txt").symlink_to(tmp_path / "a/1.txt")
     spellings = ["1.txt", "./1.txt", str(tmp_path / "a/1.txt"), "../a/1.txt", str(tmp_path / "link.txt")]
     assert names(read_dataset(parse_dataset({"path": spellings}))) == ["a/1.txt"]
+    assert names(rows("**/*.txt")) == names(rows(tmp_path / "a/**")) == ["a/1.txt"]
+    assert "'.md'" in error_of(rows, tmp_path / "b/**")  # which the glob names, as b/* does
     monkeypatch.setenv("HOME", str(tmp_path))
     assert names(rows("~/a")) == ["a/1.txt"]
+    (row,) = rows(write(tmp_path / "c/state.json", '{"text": "a"}').parent)  # no file about Arrow files, without any
+    assert row.record == {"text": "a"}
 
 
 def test_parquet_is_read_in_parts(tmp_path):
@@ -284,7 +288,8 @@ ENTRY_ERRORS = [
     ({"path": "a", "zzz": 1}, "'zzz'; remove it"),
     ({}, "path: expected a file"),
     ({"path": []}, "path: expected a file"),
-    ({"path": ["a", ""]}, "path: expected a file"),
+    ({"path": ["a", " "]}, "path: expected a file"),
+    ({"path": ["a", 5]}, "path: expected a file"),
     ({"path": 5}, "path: expected a file"),
     (
         {"path": "a", "type": "chat"},
@@ -294,6 +299,8 @@ ENTRY_ERRORS = [
     ({"path": "a", "samples": True}, "samples: expected a number of rows"),
     ({"path": "a", "samples": 1.5}, "samples: expected a number of rows"),
     ({"path": "a", "weight": 0}, "weight: expected a number above 0"),
+    ({"path": "a", "weight": True}, "weight: expected a number above 0"),
+    ({"path": "a", "weight": "2"}, "weight: expected a number above 0"),
     ({"path": "a", "weight": float("inf")}, "weight: expected a number above 0"),
     ({"path": "a", "weight": float("nan")}, "weight: expected a number above 0"),
     ({"path": "a", "split": None}, "split: expected a string, got None"),
@@ -357,7 +364,8 @@ def test_a_type_that_cannot_be_decided(tmp_path):
     only_text = write(tmp_path / "b.jsonl", json.dumps({"text": "a"}))
     message = error_of(resolve, parse_dataset({"path": str(only_text), "messages_field": "turns"}))
     assert f"{only_text}:1: messages_field: expected rows of type conversation" in message and "type text" in message
-    assert "a line that is no JSON" in error_of(resolve, parse_dataset({"path": str(write(tmp_path / "c.jsonl", "{"))}))
+    bad = parse_dataset({"path": str(write(tmp_path / "c.jsonl", "{\n[]\n")), "ignored_fields": "a"})
+    assert f"{tmp_path / 'c.jsonl'}:1: " in error_of(resolve, bad)  # the first of the lines, each of which is none
 
 
 # -- Bad files and rows -----------------------------------------------------------------------------------------------
@@ -404,9 +412,10 @@ def test_a_damaged_parquet_file(tmp_path):
     path = tmp_path / "a.parquet"
     save_parquet(path)
     content = path.read_bytes()
-    same = pyarrow.table([pyarrow.array(["a"]), pyarrow.array(["b"])], names=["text", "text"])
-    pyarrow.parquet.write_table(same, tmp_path / "same.parquet")
-    assert "different names, got text, text" in error_of(rows, tmp_path / "same.parquet")
+    for names in (["text", "text"], ["text", ""]):
+        same = pyarrow.table([pyarrow.array(["a"]), pyarrow.array(["b"])], names=names)
+        pyarrow.parquet.write_table(same, tmp_path / "same.parquet")
+        assert f"different names, got {', '.join(names)}" in error_of(rows, tmp_path / "same.parquet")
     for broken in (content[: len(content) // 2], b"", b"not parquet"):
         message = error_of(rows, write(path, broken))
         assert str(path) in message and "expected a Parquet file" in message

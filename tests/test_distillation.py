@@ -433,6 +433,10 @@ def test_a_head_is_checked_when_it_is_read(tmp_path, dtype):
         with pytest.raises(ConfigError) as error:
             read_head(str(tmp_path))
         assert said in str(error.value)
+    (folder / "head").write_bytes(head.tobytes())
+    (folder / "sums" / "head").write_bytes(b"")
+    with pytest.raises(ConfigError, match="as it was written, got others: their sum differs"):
+        read_head(str(tmp_path))
 
 
 @pytest.mark.full

@@ -225,6 +225,24 @@ def test_the_system_prompt_is_that_of_the_row_the_dataset_or_the_run():
     assert "expected one system prompt" in reason_of(both | {"system": "two"})
 
 
+@pytest.mark.parametrize(
+    "kind, row",
+    [
+        ("instruction", {"prompt": "a", "completion": "b"}),
+        ("instruction", {"prompt": [{"role": "user", "content": "a"}], "completion": "b"}),
+        ("preference", {"prompt": "a", "chosen": "b", "rejected": "c"}),
+    ],
+)
+def test_the_system_prompt_of_a_prompt_too(kind, row):
+    def shown(record, of_dataset=""):
+        dataset = Dataset(("rows",), type=kind, system_prompt=of_dataset)
+        return BYTES.decode(example(record, dataset, system_prompt="run's").ids).split("<|im_end|>")[0]
+
+    assert shown(row | {"system": "row's"}, "dataset's") == "<|im_start|>system\nrow's"
+    assert shown(row, "dataset's") == "<|im_start|>system\ndataset's"
+    assert shown(row) == "<|im_start|>system\nrun's"
+
+
 def test_parts_of_text_tools_as_json_and_nulls():
     """Parquet files fill what a record lacks with nulls, and tools come as JSON where their fields differ."""
     parts = [{"type": "text", "text": "H"}, {"type": "text", "text": "i"}]

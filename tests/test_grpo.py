@@ -206,6 +206,8 @@ def test_rewards_may_be_true_and_false():
     found = [example(ROW | {"rewards": rewards}) for rewards in same]
     advantages = [x.numbers[ADVANTAGE].tolist() for x in found if isinstance(x, Example)]
     assert advantages == [advantages[-1]] * len(same)
+    equal = example(ROW | {"rewards": [1.0, 1.0, 1.0]})  # a group that teaches nothing is a row all the same
+    assert isinstance(equal, Example) and not equal.numbers[ADVANTAGE].any()
 
 
 BAD_ROWS = [
@@ -213,10 +215,13 @@ BAD_ROWS = [
     ({"prompt_ids": []}, "prompt_ids: expected token ids, integers [tokens], got none"),
     ({"prompt_ids": [5, True]}, "prompt_ids: expected token ids, integers [tokens], got lists of other lengths, or"),
     ({"logprobs": [[-0.1, False], [-1.2, -0.4, -0.1], [-2]]}, "logprobs[0]: expected a list of numbers, got [-0.1,"),
+    ({"prompt_ids": [[5, 6]]}, "prompt_ids: expected token ids, integers [tokens], got int64 [1, 2]"),
+    ({"prompt_ids": [-1, 6]}, "prompt_ids: expected ids below the tokenizer's 64, got -1 to 6"),
     ({"prompt_ids": ["a"]}, "prompt_ids: expected token ids, integers [tokens], got <U1 [1]"),
     ({"completion_ids": [[7, 2], [], [3]]}, "completion_ids[1]: expected token ids, integers [tokens], got none"),
     ({"completion_ids": [[7, 2], [8, 64, 2], [3]]}, "completion_ids[1]: expected ids below the tokenizer's 64, got"),
     ({"completion_ids": [[7, 2]]}, "logprobs: expected 1 lists, as many as completions, got 3"),
+    ({"completion_ids": []}, "completion_ids: expected a list for each completion, got list without any"),
     ({"completion_ids": 7}, "completion_ids: expected a list for each completion, got int without any"),
     ({"logprobs": None}, "expected 'logprobs', a list for each completion, got 'prompt_ids'"),
     ({"logprobs": [[-0.1], [-1.2, -0.4, -0.1], [-2]]}, "logprobs[0]: expected 2 numbers, as many as tokens, got 1"),
@@ -225,6 +230,8 @@ BAD_ROWS = [
     ({"logprobs": [[-0.1, -1e300], [-1.2, -0.4, -0.1], [-2]]}, "logprobs[0]: expected finite numbers, which float32"),
     ({"logprobs": [[-0.1, -4e38], [-1.2, -0.4, -0.1], [-2]]}, "logprobs[0]: expected finite numbers, which float32"),
     ({"logprobs": [[-0.1, 0.9], [-1.2, -0.4, -0.1], [-2]]}, "logprobs[0]: expected log-probabilities, at most 0"),
+    ({"logprobs": [[[-0.1], [-0.3]], [-1.2, -0.4, -0.1], [-2]]}, "logprobs[0]: expected a list of numbers, got [["),
+    ({"rewards": 1.0}, "rewards: expected a list of numbers, got 1.0"),
     ({"rewards": [1.0, 0.0]}, "rewards: expected 3 numbers, as many as completions, got 2"),
     ({"rewards": None}, "expected 'rewards' or 'advantages' of the completions"),
     ({"rewards": [1.0, 0.0, np.nan]}, "rewards: expected finite numbers, which float32 can hold, got nan"),

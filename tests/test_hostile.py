@@ -46,7 +46,7 @@ from surojax.inference.sample import check_options
 from surojax.inference.trained_model import load_trained
 from surojax.models import decoder_model
 from surojax.run import on_disk
-from surojax.untrusted import MAX_DEPTH, RepeatedKey, parse_json
+from surojax.untrusted import MAX_DEPTH, RepeatedKey, expanded, parse_first, parse_json, read_bytes
 
 DEEP = 100_000
 NESTED = "[" * DEEP + "]" * DEEP
@@ -194,6 +194,26 @@ def test_the_depth_of_json():
         for kind in (text, text.encode()):
             with pytest.raises(ValueError, match="nested deeper than 100"):
                 parse_json(kind)
+    for text in (nested(MAX_DEPTH), nested(MAX_DEPTH) + nested(MAX_DEPTH)):
+        assert parse_first(text, 0)[1] == 2 * MAX_DEPTH
+    with pytest.raises(ValueError, match="nested deeper than 100"):
+        parse_first(nested(MAX_DEPTH + 1), 0)
+
+
+def test_a_file_is_read_up_to_its_limit(tmp_path):
+    (tmp_path / "a").write_bytes(b"12345")
+    assert read_bytes(tmp_path / "a", 5) == b"12345"
+    with pytest.raises(OSError, match="it has 5 bytes, where at most 4 are read"):
+        read_bytes(tmp_path / "a", 4)
+    (tmp_path / "a").write_bytes(b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n")
+    with pytest.raises(OSError, match="a pointer of Git LFS; run git lfs pull in its folder"):
+        read_bytes(tmp_path / "a")
+
+
+@pytest.mark.parametrize("path", ["a\0b", "a" * 300], ids=["null", "long"])
+def test_a_path_that_no_file_can_have(path):
+    with pytest.raises(ConfigError, match=r"^expected a path, got '.*; correct it$"):
+        expanded(path)
 
 
 @pytest.mark.parametrize("name", ["../other/model.safetensors", "/etc/passwd", "..", "", "a/b.safetensors"])

@@ -345,8 +345,9 @@ def test_with_fewer_processes_a_step_has_the_same_samples(tmp_path, capfd):
     assert launch.accumulation(train) == 3
     assert launch.accumulation([*train, "--export", "x", "--config.gradient_accumulation_steps=5"]) == 5
     assert launch.accumulation(["/a/bin/surojax", "train", "--config", str(config)]) == 3
-    with pytest.raises(ConfigError, match=r"^--elastic: expected the command surojax train"):
-        launch.accumulation(["python", "my.py"])
+    for other in (["python", "my.py"], ["surojax", "plan", "--config", str(config)], ["other", "train"]):
+        with pytest.raises(ConfigError, match=r"^--elastic: expected the command surojax train"):
+            launch.accumulation(other)
 
 
 @pytest.mark.parametrize(

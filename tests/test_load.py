@@ -399,6 +399,8 @@ WRONG = [
     ([{"path": "a", "weight": 1}, {"path": "b"}], (), r"datasets\[1\]: expected a weight"),
     ([{"path": "a", "weight": 0}], (), r"datasets\[0\]: weight: expected a number above 0, got 0"),
     ([], [{"path": "a", "name": ""}], r"validation_datasets\[0\]: expected a name that no other entry has, got ''"),
+    ([], [{"path": "a", "name": " "}], r"validation_datasets\[0\]: expected a name that no other entry has, got ' '"),
+    ([], [{"path": "a", "name": 5}], r"validation_datasets\[0\]: expected a name that no other entry has, got 5"),
     ([], [{"path": "x/a.jsonl"}, {"path": "y/a.txt"}], r"validation_datasets\[1\]: expected a name .*'a'; set name="),
     ([], [{"path": "a", "weight": 2}], r"validation_datasets\[0\]: expected no weight"),
     ([], [{"type": "text"}], r"validation_datasets\[0\]: path: expected a file"),

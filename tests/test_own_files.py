@@ -18,6 +18,7 @@ WRONG = [
     (float, float("nan"), "a finite number"), (float, float("inf"), ""), (float, True, ""), (float, "1", ""),
     (float, 10**400, "a finite number"), (WHOLE, -1, "a whole number from 0 to"), (WHOLE, 2**63, ""), (WHOLE, 0.0, ""),
     (WHOLE, False, ""), ([int], {}, "a list"), ([int], [1, "a"], r"\[1\]: expected a JSON int"), ([int], "ab", ""),
+    (float, 2**63, "a finite number"), ((str, str), "ab", "a list of 2"),
     ((int, str), [1], "a list of 2"), ((int, str), [1, "a", 2], ""), ({str: int}, [], "an object"),
     ({str: int}, {"a": None}, "a: expected a JSON int"), ({"a": int}, {}, "a: expected a value, got None"),
     ({"a": Optional(int)}, {"a": None}, ""), ({"a": {"b": int}}, {"a": {"b": "x" * 10**6}}, "a.b: .*characters"),

@@ -80,6 +80,7 @@ def test_every_form_of_a_row_gives_the_same_conversations(record):
         ({"rejected": None}, "expected the rejected answer in 'rejected' as a string, got a NoneType"),
         ({"prompt": " "}, "expected the prompt in 'prompt', got an empty one"),
         ({"chosen": says("4")}, "expected both answers as texts or both as lists of messages, got a list in 'chosen'"),
+        ({"rejected": says("4")}, "expected both answers as texts or both as lists of messages, got a str in 'chosen'"),
         ({"chosen": says(""), "rejected": says("b")}, "expected an answer as message 1, got an empty one"),
         ({"chosen": says("4"), "rejected": says("4")}, "expected two answers of which one is better"),
         ({"chosen": ASK, "rejected": ASK + says("b")}, "expected two conversations that differ in the last message"),

@@ -74,6 +74,9 @@ def test_the_command_answers(capsys, monkeypatch):
     assert asked == [("X", "", "chatml")]
     with pytest.raises(SystemExit, match=r"error: --samples: expected --rollouts with it"):
         generate.main([*flags, "--samples", "3"])
+    for none in (["--samples", "0"], ["--max-tokens", "0"]):
+        with pytest.raises(SystemExit, match=r"error: --samples: expected 1 to .* of 1 token or more, got"):
+            generate.main([*flags, "--rollouts", "x.jsonl", *none])
     for wrong in (["--system", "x"], ["--chat-template", "chatml"]):
         with pytest.raises(SystemExit, match=r"error: --system, --chat-template: expected --chat with them"):
             generate.main([*flags, *wrong])

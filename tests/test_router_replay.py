@@ -192,6 +192,7 @@ BAD = [
     ([IN_BASE64[0][4:], *IN_BASE64[1:]], "routed_experts[0]: expected numbers of experts [3, 2, 2] (tokens but the"),
     ([IN_BASE64[0], "???", IN_BASE64[2]], "routed_experts[1]: expected numbers of experts [4, 2, 2] (tokens but the"),
     ([[[[0.5, 1]] * 2] * 3, *EXPERTS_OF_ROW[1:]], "routed_experts[0]: expected numbers of experts [3, 2, 2]"),
+    ([[[[0, True]] * 2] * 3, *EXPERTS_OF_ROW[1:]], "routed_experts[0]: expected numbers of experts [3, 2, 2]"),
     ([[[[0, 3]] * 2] * 3, *EXPERTS_OF_ROW[1:]], "routed_experts[0]: expected experts 0 to 2, got 0 to 3; replay the"),
     ([[[[0, -1]] * 2] * 3, *EXPERTS_OF_ROW[1:]], "routed_experts[0]: expected experts 0 to 2, got -1 to 0; replay"),
     (

@@ -17,6 +17,7 @@ from surojax.data.data_rows import BadRow, DataRow, NotARow
 from surojax.data.datasets import Dataset, parse_dataset
 from surojax.data.documents import read_documents
 from surojax.data.examples import Encoder, Example
+from surojax.data.items import hold_out
 from surojax.data.openai_pairs import as_pair
 from surojax.data.rollouts import RolloutEncoder
 from surojax.data.row_fields import MEANINGS, has_content
@@ -202,12 +203,19 @@ def test_an_older_call_is_a_call():
     llama = talk("a", "b", tool_calls=[{"name": "look", "parameters": {"at": "it"}}])
     assert text(llama) == text(talk("a", "b", tool_calls=[{"name": "look", "arguments": {"at": "it"}}]))
     nulls = talk("a", "b", function_call={"name": None, "arguments": None})
-    assert text(nulls) == text(talk("a", "b"))
+    assert text(nulls) == text(talk("a", "b", tool_calls="")) == text(talk("a", "b"))
+    one = talk("a", "b", tool_calls=[{"name": "look"}])
+    for same in ({"name": "look"}, [None, {"name": "look", "arguments": "null"}]):
+        assert text(talk("a", "b", tool_calls=same)) == text(one)
+    for tools in (" ", [None]):
+        assert text(talk("a", "b") | {"tools": tools}) == text(talk("a", "b"))
+    without = {"name": "look", "parameters": None}
+    assert '"parameters": null' in text(talk("a", "b") | {"tools": [{"type": "function", "function": without}]})
 
 
 @pytest.mark.parametrize(
     "calls",
-    ["x", 5, [5], ["x"], [{}], [{"function": {"name": None}}], [{"function": {"name": "f", "arguments": "{'a': 1}"}}]],
+    ["x", 5, [5], ["x"], [{}], [{"function": {"name": " "}}], [{"function": {"name": "f", "arguments": "{'a': 1}"}}]],
 )
 def test_calls_that_are_none_are_refused(calls):
     message = reason(talk("a", "b", tool_calls=calls))
@@ -243,9 +251,11 @@ def test_roles_of_other_tools():
     calls = [says("user", "a"), says("assistant", "b"), says("tool_call", '[{"name": "f", "arguments": {}}]')]
     merged = talk("a", "b", tool_calls=[{"name": "f", "arguments": {}}])
     assert text({"messages": calls}) == text(merged)
-    assert "of a role that calls tools, with the JSON of a name" in reason(
-        {"messages": [says("user", "a"), says("function_call", "look it up")]}
-    )
+    calls[2] = says("tool_call", '{"type": "function", "function": {"name": "f"}}')
+    assert text({"messages": calls}) == text(merged)
+    for none in ("look it up", "[]"):
+        said = {"messages": [says("user", "a"), says("function_call", none)]}
+        assert "of a role that calls tools, with the JSON of a name" in reason(said)
     weights = [says("user", "a"), says("assistant", "b", weight=0), says("function_call", '{"name": "f"}')]
     assert "with the weight of the answer before it" in reason({"messages": weights})
 
@@ -260,15 +270,30 @@ def test_a_dataset_maps_roles():
     assert text({"prompt": [says("me", "a")], "completion": "b"}, prompt) == text(talk("a", "b"))
     swapped = dataclasses.replace(TALK, roles=(("user", "assistant"), ("assistant", "user")))
     assert trained({"messages": [says("assistant", "a"), says("user", "b")]}, swapped).startswith("b")
+    asked = {"prompt": "a", "completion": [says("user", "b")]}  # the text is a message of the same names
+    assert text(asked, dataclasses.replace(swapped, type="instruction")) == text(talk("a", "b"))
+
+
+def test_a_dataset_names_the_fields_of_messages():
+    """Others beside them are metadata: they need not agree, and the text may be in a field that means something."""
+    named = dataclasses.replace(PROMPTS, role_field="who", content_field="refusal")
+    answer = {"who": "gpt", "refusal": "b", "role": "bot", "from": "x", "content": "y", "value": "z"}
+    assert text({"prompt": "a", "completion": [answer]}, named).endswith("assistant\nb<|im_end|>\n")
+    cells = {"prompt": '[{"who": "user", "refusal": "a"}]', "completion": '{"who": "gpt", "refusal": "b"}'}
+    (row,) = decoded([DataRow(cells, "a.csv:2")], named)
+    assert isinstance(row, DataRow) and text(row.record, named) == text(talk("a", "b"))
 
 
 BAD_ENTRIES = [
     ({"roles": {"bot": "assistant"}}, "expected system, user, assistant, tool as keys, got 'bot'"),
     ({"roles": "bot"}, "roles: expected a mapping, got 'bot'"),
     ({"roles": {"user": 5}}, "roles: expected names for user, got 5"),
+    ({"roles": {"user": ["a", 5]}}, "roles: expected names for user, got ['a', 5]"),
+    ({"roles": {"user": ""}}, "roles: expected names for user, got ('',)"),
     ({"roles": {"user": "a", "tool": ["a"]}}, "roles: expected one role for 'a', got user and tool"),
     ({"ignored_fields": 5}, "ignored_fields: expected names of fields, got 5"),
     ({"ignored_fields": [""]}, "ignored_fields: expected names of fields"),
+    ({"ignored_fields": [5]}, "ignored_fields: expected names of fields"),
     ({"prompt_as": "text"}, "prompt_as: expected one of auto, chat, plain, got 'text'"),
     ({"type": "text", "roles": {"user": "a"}}, "roles: expected rows of type instruction or conversation"),
     ({"type": "conversation", "prompt_as": "chat"}, "prompt_as: expected rows of type instruction"),
@@ -444,6 +469,8 @@ def test_what_belongs_to_a_prompt_is_refused(dataset, row, advice):
             assert isinstance(found(record, dataset), BadRow)
     named = dataclasses.replace(PROMPTS, instruction_field="prompt", input_field="context", output_field="completion")
     assert text({"prompt": "a", "context": "x", "completion": "b"}, named) == text(talk("a\n\nx", "b"))
+    asked = dataclasses.replace(PROMPTS, prompt_field="input", completion_field="output")
+    assert text({"input": "a", "output": "b"}, asked) == text(talk("a", "b"))
     made = {"instruction": "a", "input": "x", "prompt": "a: x", "chosen": "b", "rejected": "c"}
     assert isinstance(found(made, PAIRS), Example)
     alpaca = dataclasses.replace(PAIRS, prompt_field="instruction")
@@ -472,7 +499,7 @@ def test_labels_of_answers():
             example = found(row | {"label": label}, RATED)
             assert isinstance(example, Example) and np.all(example.numbers["desirable"] == sign)
         assert text(row | {"label": good}, PROMPTS) == text(row, PROMPTS)
-    for other in (2, 0.5, "yes", None):
+    for other in (2, 0.5, "yes", None, np.ones(1), np.ones(2)):
         assert "or 1 or 0, in 'label'" in reason(row | {"label": other}, RATED)
     assert text(talk("a", "b") | {"label": 0}) == text(talk("a", "b"))  # a class
 
@@ -520,6 +547,9 @@ def test_every_part_of_an_answer_is_shown(train_on):
     assert shown.endswith("<think>It said so.</think><think>Mild means warm.</think>It is warm..<end>")
     for name, (part, instead, said) in LEFT_OUT.items():
         assert said in reason(row, template=Template(PARTS.replace(part, instead), "t.jinja"), train_on=train_on), name
+    calls[0]["function"]["arguments"] |= {"days": 3, "unit": None}  # only texts are looked for
+    as_texts = Template(PARTS.replace("| tojson(ensure_ascii=True)", "['at']"), "t.jinja")
+    assert trained(row, template=as_texts, train_on=train_on).endswith("It is warm..<end>")
     row["messages"][1]["reasoning_content"] = "Where?"  # of earlier answers, templates leave it out
     last = Template(PARTS.replace("if m.reasoning_content", "if m.reasoning_content and loop.last"), "t.jinja")
     assert trained(row, template=last, train_on="last") == trained(row, template=last, train_on="assistant")
@@ -598,8 +628,12 @@ def test_masks_of_token_ids_are_refused_if_they_leave_tokens_out():
         assert np.array_equal(np.asarray(TokenEncoder(99).item(DataRow(ids | row, "w")).content), [5, 6, 7])
     for true in (True, np.bool_(True)):  # which NumPy makes 1 beside numbers
         assert isinstance(TokenEncoder(99).item(DataRow({"input_ids": [5, true, 7]}, "w")).content, BadRow)
-    of_two = TokenEncoder(99).item(DataRow({"input_ids": [[5], [6, 7]]}, "w")).content
-    assert isinstance(of_two, BadRow) and "expected token ids, integers [tokens]" in of_two.reason
+    for none in ([[5], [6, 7]], [[5, 6]], None):
+        bad = TokenEncoder(99).item(DataRow({"input_ids": none}, "w")).content
+        assert isinstance(bad, BadRow) and "expected token ids, integers [tokens]" in bad.reason
+    for beyond in ([5, 99], [-1, 5]):
+        bad = TokenEncoder(99).item(DataRow({"input_ids": beyond}, "w")).content
+        assert isinstance(bad, BadRow) and "expected ids below the tokenizer's 99, got" in bad.reason
     rollout = {"prompt_ids": [5], "completion_ids": [[6, 7], [8]], "logprobs": [[-1, -1], [-1]], "rewards": [0, 1]}
     assert isinstance(RolloutEncoder(99).item(DataRow(rollout | {"env_mask": [[1, 1], [1]]}, "w")).content, Example)
     bad = RolloutEncoder(99).item(DataRow(rollout | {"env_mask": [[1, 0], [1]]}, "w")).content
@@ -619,8 +653,9 @@ def test_ignored_fields_are_left_out_of_rows_and_messages(tmp_path):
 
 
 def test_has_content():
-    for empty in (None, 0, 1.5, True, "", "\n", "[]", " {} ", "null", [], {}, [None, ""], {"a": [None]}, ()):
+    for empty in (None, 0, 1.5, True, "", "\n", "[]", " {} ", "null", [], {}, [None, ""], {"a": [None]}, (), b""):
         assert not has_content(empty), empty
+    assert not has_content(np.zeros(0))
     for full in ("a", ["a"], [[0, 255]], [{"begin_offset": 0}], {"a": "b"}, [{"a": "b"}], b"a", np.ones(2), object()):
         assert has_content(full), full
 
@@ -685,12 +720,21 @@ def test_ids_are_int32():
     assert isinstance(example, Example) and example.ids.dtype == BYTES.encode("a").dtype == np.int32
 
 
+@pytest.mark.parametrize(
+    "tokens, parts", [(1, [(1, False)]), (2, [(1, False), (1, True)]), (100, [(95, False), (5, True)])]
+)
+def test_a_single_row_of_ids_is_divided(tokens, parts):
+    encoder = TokenEncoder(99)
+    rows = [encoder.item(DataRow({"input_ids": [1] * tokens}, "w"))]
+    assert [(len(item.content), is_out) for item, is_out in hold_out(rows, 0.01, encoder.split)] == parts
+
+
 def test_earlier_turns_beside_a_prompt():
     row = {"instruction": "c", "output": "d", "history": [["a", "b"]], "system": "s"}
     assert trained(row, PROMPTS) == trained({"messages": [says("system", "s"), *talk("a", "b", "c", "d")["messages"]]})
     assert text(row | {"history": json.dumps([["a", "b"]])}, PROMPTS) == text(row, PROMPTS)
     assert "got history too" in reason(row, PROMPTS, None)
-    for history in ("a", [["a"]], [["a", None]], [{"role": "user", "content": "a"}]):
+    for history in ("a", [["a"]], [["a", None]], [["a", " "]], [{"role": "user", "content": "a"}]):
         assert "as pairs of a prompt and its completion" in reason(row | {"history": history}, PROMPTS)
 
 
@@ -718,7 +762,8 @@ def test_variables_of_a_template():
     }
     assert text(row, template=template).startswith("think[d]")
     assert text(talk("a", "b") | {"enable_thinking": True}, template=template).startswith("think<")
-    assert text(talk("a", "b") | {"enable_thinking": False}) == text(talk("a", "b"))
+    for unset in (False, "", float("nan")):
+        assert text(talk("a", "b") | {"enable_thinking": unset}) == text(talk("a", "b"))
     asked = row | {"prompt": "a", "completion": "b", "messages": None}
     assert text(asked, PROMPTS, template).startswith("think[d]") and "got variables too" in reason(asked, PROMPTS, None)
     assert "expected no 'enable_thinking', which chat_template chatml does not read" in reason(row)
@@ -944,6 +989,8 @@ def test_a_prompt_before_answers_or_within_conversations():
     ):
         assert text(row, PAIRS) == text(whole, PAIRS)
     assert text({"prompt": ASKED[:1], "completion": ASKED}, PROMPTS) == text({"messages": ASKED})
+    assert "got another in 'prompt'" in reason(PAIR | {"prompt": [system, OTHER[0]]}, PAIRS)
+    assert "expected messages, got an empty list" in reason({"prompt": "a", "chosen": [], "rejected": []}, PAIRS)
 
 
 def test_a_weight_of_1_in_a_prompt_is_refused():
@@ -1007,6 +1054,7 @@ def test_documents_that_are_parts_of_something_are_refused():
         ({"text": "a", "from": "Human"}, "got 'from'"),
         ({"text": "a", "sample_weight": 0.5}, "weight of the row"),
         ({"text": "a", "segments": [{"label": True, "text": "a"}]}, "labelled segments"),
+        ({"text": "a", "segments": '[{"label": true, "text": "a"}]'}, "labelled segments"),  # as in a CSV file
     ):
         with pytest.raises(NotARow) as error:
             text_of_row(row, "text")
@@ -1016,6 +1064,8 @@ def test_documents_that_are_parts_of_something_are_refused():
         {"role": "engineer"},
         {"sample_weight": 1},
         {"segments": [{"start": 0.5}]},
+        {"role": 5, "from": None, "segments": 5},
+        {"segments": ["label"]},
     ):
         assert text_of_row({"text": "a"} | fine, "text") == "a"
     for name, bad, good in (
@@ -1027,7 +1077,8 @@ def test_documents_that_are_parts_of_something_are_refused():
         ids = {"input_ids": [5, 6, 7]}
         item = TokenEncoder(99).item(DataRow(ids | {name: bad}, "w"))
         assert isinstance(item.content, BadRow) and repr(name) in item.content.reason
-        assert not isinstance(TokenEncoder(99).item(DataRow(ids | {name: good}, "w")).content, BadRow)
+        for fine in (good, None, 3):
+            assert not isinstance(TokenEncoder(99).item(DataRow(ids | {name: fine}, "w")).content, BadRow)
     rollout = {"prompt_ids": [5], "completion_ids": [[6], [8]], "logprobs": [[-1], [-1]], "rewards": [0, 1]}
     for name, value in (("images", ["a.png"]), ("sample_weight", 0.5)):
         bad = RolloutEncoder(99).item(DataRow(rollout | {name: value}, "w")).content

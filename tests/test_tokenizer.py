@@ -304,7 +304,10 @@ def test_chat_templates_of_a_folder(tmp_path):
     assert templates("object", {CONFIG: {"chat_template": both}}) == both
     assert templates("no default", {CONFIG: {"chat_template": several[:1]}}) == {"tool_use": "tools"}
     assert templates("json", {CONFIG: {"chat_template": "a"}} | file) == {"default": "a"}
-    assert templates("only json", file) == {"default": "b"}
+    assert (
+        templates("only json", file) == templates("empty", {CONFIG: {"chat_template": ""}} | file) == {"default": "b"}
+    )
+    assert templates("null", {CONFIG: {"chat_template": [*several, {"name": "rag", "template": None}]}}) == both
     jinja = {CONFIG: {"chat_template": several}, "chat_template.jinja": "ü"}
     assert templates("jinja", jinja | file) == {"default": "ü"}
     assert templates("files", jinja | more) == {"default": "ü", "rag": "r"}

@@ -140,7 +140,7 @@ def parse_dataset(entry: Mapping[str, Any]) -> Dataset:
     Axolotl's and Surogate's names of settings are understood as well, `message_property_mappings` among them. A path
     is a string or a list of strings. Raises ConfigError for unknown settings or values.
     """
-    if isinstance(entry, str) or not hasattr(entry, "items"):
+    if not hasattr(entry, "items"):
         raise ConfigError(f"datasets: expected entries like dict(path=...), got {entry!r}; write dict(path={entry!r})")
     settings: dict[str, Any] = {}
     for name, value in entry.items():

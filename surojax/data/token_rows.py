@@ -40,7 +40,7 @@ class TokenEncoder:
         ids = array_of(row.record.get(TOKENS, ()))
         if ids is None:  # lists of different lengths, numbers beyond 64 bits, true among numbers
             ids = np.zeros(0)
-        if ids.ndim != 1 or ids.dtype.kind not in "iu" or not ids.size:
+        if ids.ndim != 1 or ids.dtype.kind not in "iu":
             got = f"{ids.dtype} {[*ids.shape]}"
             bad = BadRow(row.where, f"expected token ids, integers [tokens], got {got}; correct or remove the row")
         elif ids.min() < 0 or ids.max() >= self.vocab_size:
@@ -61,7 +61,7 @@ class TokenEncoder:
         """Splits the ids into the first 95 % and the rest."""
         if isinstance(item.content, BadRow) or len(item.content) < 2:
             return None
-        at = min(max(1, int(0.95 * len(item.content))), len(item.content) - 1)
+        at = int(0.95 * len(item.content))
         return Item(item.content[:at], 0, 0), Item(item.content[at:], 0, 0)
 
     def units(self, item: Item[np.ndarray]) -> Iterable[Unit[np.ndarray]]:

@@ -110,8 +110,6 @@ def with_arguments_as(calls: list[dict[str, Any]], *, as_text: bool) -> list[dic
 def _with_arguments_as(call: dict[str, Any], as_text: bool) -> dict[str, Any]:
     if isinstance(call.get("function"), dict):
         return call | {"function": _with_arguments_as(call["function"], as_text)}
-    if "arguments" not in call:
-        return call
     arguments = call["arguments"]
     if as_text:
         is_text = isinstance(arguments, str)

@@ -20,7 +20,7 @@ def plain(value: Any, *, drops_nulls: bool = False) -> Any:
         return value.item() if isinstance(value, np.generic) else value
     if isinstance(value, Mapping):
         pairs = ((name, x) for name, x in value.items() if not (drops_nulls and x is None))
-        return {name if isinstance(name, str) else str(name): plain(x, drops_nulls=drops_nulls) for name, x in pairs}
+        return {str(name): plain(x, drops_nulls=drops_nulls) for name, x in pairs}
     if isinstance(value, list | tuple):
         return [plain(x, drops_nulls=drops_nulls) for x in value]
     if isinstance(value, np.ndarray):
@@ -90,15 +90,15 @@ def _has_bool(values: Any) -> bool:
     """Returns True if there is a bool in nested lists."""
     if isinstance(values, list | tuple):
         kinds = set(map(type, values))
-        return bool(kinds & {bool, np.bool_}) or (bool(kinds - {int, float}) and any(map(_has_bool, values)))
+        return bool(kinds - {int, float}) and any(map(_has_bool, values))
     return isinstance(values, bool | np.bool_)
 
 
 def texts_in(value: Any) -> list[str]:
-    """Returns the texts in nested lists and objects that are not blank."""
+    """Returns the texts in nested lists and objects."""
     if isinstance(value, Mapping | list):
         return [text for part in (value.values() if isinstance(value, Mapping) else value) for text in texts_in(part)]
-    return [value] if isinstance(value, str) and value.strip() else []
+    return [value] if isinstance(value, str) else []
 
 
 def is_missing(value: Any) -> bool:
