@@ -355,7 +355,7 @@ def test_what_does_not_go_together_is_refused(tmp_path, source, settings, reason
 
 @pytest.mark.parametrize("command", [lambda path: load_trained(path, "bytes"), compare_with_transformers])
 def test_a_reward_model_writes_no_text(tmp_path, command):
-    with pytest.raises(ConfigError, match="give a language model"):
+    with pytest.raises(ConfigError, match="got a reward model"):
         command(written(tmp_path)[2])
 
 
