@@ -64,9 +64,10 @@ class ChunkSizes(NamedTuple):
 
 
 def moved_bytes(size: int, tokens: int, forward: int, backward: int) -> MovedBytes:
-    """What XLA's kernels move for rows of so many tokens: multiples of a size, the backward pass with a group's maps.
+    """Returns the bytes that XLA's kernels read and write: `forward` and `backward` times `size`.
 
-    XLA finds the maps of a recomputed block to be those of the backward pass if there is one group.
+    tokens: of a row. backward: with the computation of a group's maps. Nothing is moved again for a recomputed block
+    whose rows are one group: XLA computes its maps once for both.
     """
     return MovedBytes(forward * size, forward * size * (tokens > CHUNK * CHUNKS), backward * size)
 

@@ -90,8 +90,8 @@ class StepWork:
     smallest: float  # the part of a layer's reductions that is of its smallest matrix
     head: float
     update_bytes: float  # in device memory
-    layer_bytes: int  # of the blocks' weights, as they are fetched
-    fetched_again: int  # of these, what a pass fetches once more where its loops begin
+    layer_bytes: int  # the weights of all blocks, in the format in which they are fetched
+    fetched_again: int  # the weights that a pass fetches once more where its loops begin
     sizes: Mapping[str, float]  # of rows of the placement table, in whichever memory, without outer layers' gradients
     tables: Mapping[str, float]  # what embedding and head have of these
     slots: int  # microbatches whose residuals a stage has room for; 1: those of a group

@@ -201,7 +201,8 @@ def sums_in_place(engine: Engine) -> bool:
 def squares_in_place(engine: Engine, squares: Squares, stacks: dict[str, Any]) -> Squares:
     """Adds the `Squares` of all layers' gradients to `squares`, in the order of the backward pass.
 
-    stacks: of the gradients, by segment.
+    stacks: the gradients of all layers, by segment. Layers of several segments in turn are squared in turn, so that the
+    sum is the one that `push` makes where gradients are in host memory.
     """
 
     def body_of(name: str):
