@@ -196,14 +196,20 @@ metric_list: [{metric: acc}, {metric: acc_norm}]
 """
 
 
-def test_what_a_task_wants_generated(monkeypatch, tmp_path):
-    """An empty stop string stops nothing; more tokens than fit are refused; a prompt keeps its end."""
+@pytest.fixture
+def harness_module(monkeypatch, tmp_path):
+    """`inference.harness`, without the warnings of lm_eval's import; skipped without that package."""
     monkeypatch.setenv("HF_HOME", str(tmp_path))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         pytest.importorskip("lm_eval")
-        from surojax.inference.harness import Harness
-    harness = Harness(Trained(MODEL, {}, ByteTokenizer(), None), batch_size=2, max_length=16)
+        from surojax.inference import harness
+    return harness
+
+
+def test_what_a_task_wants_generated(harness_module):
+    """An empty stop string stops nothing; more tokens than fit are refused; a prompt keeps its end."""
+    harness = harness_module.Harness(Trained(MODEL, {}, ByteTokenizer(), None), batch_size=2, max_length=16)
     prompt, options, until = harness._prepared(("x" * 40, {"until": ["", "stop"], "max_gen_toks": 12}))
     assert (len(prompt), options["max_tokens"], until) == (4, 12, ("stop",))
     for nothing in ("", None):
@@ -218,15 +224,10 @@ def test_what_a_task_wants_generated(monkeypatch, tmp_path):
         harness._prepared(("x", {"max_gen_toks": 16}))
 
 
-def test_texts_of_tasks_begin_once(monkeypatch, tmp_path):
+def test_texts_of_tasks_begin_once(harness_module):
     """With the token that the tokenizer adds, unless a task wants none or its text has it; else with nothing."""
-    monkeypatch.setenv("HF_HOME", str(tmp_path))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        pytest.importorskip("lm_eval")
-        from surojax.inference.harness import Harness
     words = ByteTokenizer()
-    harness = Harness(Trained(MODEL, {}, words, None), batch_size=2, max_length=16)
+    harness = harness_module.Harness(Trained(MODEL, {}, words, None), batch_size=2, max_length=16)
     for bos, adds, begins in ((7, True, True), (7, False, False), (None, True, False)):
         words.bos_id, words.adds_bos = bos, adds
         assert harness.tok_encode("ab") == [7] * begins + [97, 98]
@@ -235,13 +236,8 @@ def test_texts_of_tasks_begin_once(monkeypatch, tmp_path):
         assert harness.prefix_token_id == (words.eos_id if bos is None else bos)
 
 
-def test_requests_with_different_options_share_no_batch(monkeypatch, tmp_path):
+def test_requests_with_different_options_share_no_batch(monkeypatch, harness_module):
     """However stop strings, options and lengths are mixed: every text is continued once, with its own, in its place."""
-    monkeypatch.setenv("HF_HOME", str(tmp_path))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        pytest.importorskip("lm_eval")
-        from surojax.inference import harness as module
     words = ByteTokenizer()
     sizes = []
 
@@ -255,7 +251,7 @@ def test_requests_with_different_options_share_no_batch(monkeypatch, tmp_path):
             continued.append(ids[: ends[0] if ends else None])
         return continued
 
-    monkeypatch.setattr(module, "generate_batch", upper)
+    monkeypatch.setattr(harness_module, "generate_batch", upper)
     options = [
         {"max_gen_toks": size, "temperature": temperature, "top_p": top_p}
         for size in (3, 12)
@@ -271,7 +267,7 @@ def test_requests_with_different_options_share_no_batch(monkeypatch, tmp_path):
     ]
     for batch_size in (1, 3, 4, 200):
         sizes.clear()
-        harness = module.Harness(Trained(MODEL, {}, words, None), batch_size=batch_size, max_length=64)
+        harness = harness_module.Harness(Trained(MODEL, {}, words, None), batch_size=batch_size, max_length=64)
         found = harness.generate_until(asked, disable_tqdm=True)
         for request, text in zip(asked, found, strict=True):
             prompt, wanted = request.args
@@ -282,13 +278,8 @@ def test_requests_with_different_options_share_no_batch(monkeypatch, tmp_path):
 
 
 @pytest.mark.full
-def test_the_harness(tmp_path, monkeypatch):
+def test_the_harness(tmp_path, harness_module):
     """A task of its own runs, and finds what `answer` finds; texts are continued up to a stop string."""
-    monkeypatch.setenv("HF_HOME", str(tmp_path))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        pytest.importorskip("lm_eval")
-        from surojax.inference.harness import Harness
     words = ByteTokenizer()
     config = dataclasses.replace(CONFIG, vocab_size=320)
     model = decoder_model.build(config)
@@ -309,7 +300,7 @@ def test_the_harness(tmp_path, monkeypatch):
     expected = evaluate.answer(trained, evaluate.read_questions(tmp_path / "questions.jsonl"))
     assert 0 < expected.plain < 1 and (found["acc,none"], found["acc_norm,none"], 12) == expected
 
-    harness = Harness(trained, batch_size=2, max_length=64)
+    harness = harness_module.Harness(trained, batch_size=2, max_length=64)
     prompts = ["abc", "x", "hello there"]
     greedy = [complete(trained, prompt, max_tokens=12, temperature=0) for prompt in prompts]
     stop = greedy[0][3:5]

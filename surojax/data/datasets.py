@@ -281,7 +281,7 @@ def resolve(dataset: Dataset, open_set: OpenSet = open_set, wanted: str = "") ->
 def check_alike(dataset: Dataset, open_set: OpenSet = open_set) -> None:
     """Raises ConfigError if the first row of one of a dataset's paths has another type than the dataset.
 
-    What cannot be read is left to who reads it.
+    Paths that cannot be read are passed over here; reading their rows reports them.
     """
     if len(dataset.path) < 2:
         return
