@@ -19,12 +19,7 @@ from surojax.planner.gpus import gpu_key
 from surojax.untrusted import TRAINED, check_there
 
 TYPES = {"int": int, "float": float}  # types of options, by name
-PRINTS = "version"  # action of an option that prints and exits
-ACTIONS = {
-    argparse._StoreTrueAction: "store_true",
-    argparse._AppendAction: "append",
-    argparse._VersionAction: PRINTS,
-}
+ACTIONS = {argparse._StoreTrueAction: "store_true", argparse._AppendAction: "append"}
 KEPT = "model/source.json"  # in an output_dir: the run has copies of its model's small files
 RUN = "the folder of a run, with metrics.jsonl"
 OF_DATA = ("train", "data", "distill")  # verbs that read data
@@ -38,8 +33,7 @@ def stored_options(parser: argparse.ArgumentParser) -> dict[str, Any]:
         if action.dest == "help":
             continue
         how: dict[str, Any] = {"action": ACTIONS.get(type(action), "store"), "metavar": action.metavar}
-        if how["action"] != PRINTS:
-            how["default"] = None if isinstance(action.default, (int, float)) else action.default
+        how["default"] = None if isinstance(action.default, (int, float)) else action.default
         if how["action"] in ("store", "append"):
             kind = getattr(action.type, "__name__", None)
             how |= {"type": kind, "nargs": action.nargs, "choices": action.choices and list(action.choices)}
@@ -62,8 +56,7 @@ def made_parser(verb: str, stored: Mapping[str, Any]) -> argparse.ArgumentParser
     for names, how in stored["options"]:
         to = group if how.get("dest") in either else parser
         kind = {"type": TYPES[how["type"]]} if "type" in how else {}
-        version = {"version": ""} if how["action"] == PRINTS else {}
-        to.add_argument(*names, **how | kind | version)
+        to.add_argument(*names, **how | kind)
     return parser
 
 
@@ -76,8 +69,6 @@ def refuse_early(verb: str, words: Sequence[str]) -> None:
     if verb == "convert" and words[:1] == [MERGE]:
         verb, words = f"{verb} {MERGE}", words[1:]
     stored = known["verbs"][verb]
-    if any(names[0] in words for names, how in stored["options"] if how["action"] == PRINTS):
-        return
     parser = made_parser(verb, stored)
     fields = {name: DeclaredField.restored(name, of) for name, of in known["fields"].items()}
     takes_fields = stored["takes_fields"]
@@ -91,7 +82,7 @@ def refuse_early(verb: str, words: Sequence[str]) -> None:
             fields[name].check(value)
     if args.get("config"):
         file_of_config(args["config"])
-    elif of_config and "model_path" not in values:
+    elif of_config and "model_path" not in values and not args.get("list"):
         raise ConfigError(NO_CONFIG)
     if "gpu" in args:
         gpu_key(args["gpu"])

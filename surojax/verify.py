@@ -45,9 +45,10 @@ from surojax.exchange.sources import resolved
 from surojax.placement.mesh import find_devices
 from surojax.verification.row_batches import make_batches
 from surojax.verification.rows import VerifiedSetting, refused_sizes, verify
-from surojax.verification.settings import SETTINGS, Setting
+from surojax.verification.settings import SETTINGS, Setting, chosen_rows, rows_of_config
 
 STEPS = 5
+LIST = "--list"  # needs no config
 ALL_ROWS = "configs/verify.py"  # a config with sizes that every row can use
 WIDTH = max(len(s.name) for s in SETTINGS) + 2
 
@@ -78,13 +79,11 @@ def summary(rows: list[VerifiedSetting]) -> str:
     return "\n".join([*reasons, f"{count['pass']} passed, {count['FAIL']} failed{skipped}"])
 
 
-def listing() -> str:
-    """Returns the names of all rows with the fields that they change."""
-
-    def changes(s: Setting) -> str:
-        return ", ".join(f"{k}={v}" for k, v in s.changes.items()) or ("more microbatches" if s.split > 1 else "")
-
-    return "\n".join(f"{s.name:<{WIDTH}}{changes(s)}" for s in SETTINGS)
+def listed(s: Setting) -> str:
+    """Returns a line about a row: what it is compared with and how, its devices, and the fields that it changes."""
+    changes = [f"{name}={value}" for name, value in s.changes.items()]
+    more = [f"{s.split} x the microbatches"] if s.split > 1 else []
+    return f"{s.name:<{WIDTH}}{s.like:<{WIDTH}}{s.expect:<11}{s.devices}  {', '.join(changes + more)}".rstrip()
 
 
 def parser() -> argparse.ArgumentParser:
@@ -94,7 +93,7 @@ def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(prog="surojax verify", description=description)
     made.add_argument("--steps", metavar="N", type=int, default=STEPS, help="optimizer steps of each row (%(default)s)")
     made.add_argument("--only", metavar="NAME,...", help="only these rows; names or patterns such as offload_*")
-    made.add_argument("--list", action="version", version=listing(), help="print the names of the rows, and exit")
+    made.add_argument(LIST, action="store_true", help="print the rows, and exit")
     return made
 
 
@@ -118,14 +117,19 @@ def print_rows(c: Config, steps: int, only: list[str] | None) -> bool:
 def main(argv: list[str] | None = None) -> None:
     """Parses the command line, verifies, and prints the table. Exits with 1 if a row fails; an error is a line."""
     try:
-        c, args = parse_flags(argv, parser())
+        words = sys.argv[1:] if argv is None else argv
+        c, args = parse_flags(words, parser(), "verify" if LIST in words else "")
         only = None if args.only is None else [name.strip() for name in args.only.split(",")]
         if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
             with contextlib.suppress(RuntimeError):  # JAX has started: its number of devices is fixed
                 jax.config.update("jax_num_cpu_devices", 8)
         c = resolved(c)
-        checks.check(c)
         devices = find_devices(0)
+        if args.list:
+            rows = {s.name: s for s in rows_of_config(c, len(devices))}
+            print("\n".join(map(listed, chosen_rows(rows, only))))
+            sys.exit()
+        checks.check(c)
         batches, microbatches = make_batches(c, len(devices), 1)
         kind = devices[0].device_kind
         size = f"{len(batches[0]['inputs'])} sequences of {c.sequence_len} random tokens in {microbatches} microbatches"

