@@ -134,11 +134,19 @@ def test_what_is_stored_otherwise_is_refused(tmp_path):
         "got float32 of [32, 96]; fetch the model before it was quantised": {"shape": [32, 96]},
         "got float32 of [1, 64, 64]; fetch the model before it was quantised": {"shape": [1, 64, 64]},
         "got float64 of [64, 64]; fetch the model before it was quantised": {"dtype": "float64"},
-        "expected a finite nested_offset, got inf; quantise it again": {"nested_offset": "inf"},
-        "expected nested_offset, got no such key; quantise the model again": {"nested_offset": None},
+        "nested_offset: expected a finite number, got inf; fetch the file again, or quantise it again": {
+            "nested_offset": float("inf")
+        },
+        "nested_offset: expected a value, got None; fetch the file again, or quantise it again": {
+            "nested_offset": None
+        },
+        "shape: expected a list, got 64; fetch the file again, or quantise it again": {"shape": 64},
+        "content: expected an object, got [64]; fetch the file again, or quantise it again": [64],
     }
     for i, (message, changes) in enumerate(cases.items()):
-        said = {name: value for name, value in (state | changes).items() if value is not None}
+        said = changes
+        if isinstance(changes, dict):
+            said = {name: value for name, value in (state | changes).items() if value is not None}
         changed = np.frombuffer(json.dumps(said).encode(), np.uint8)
         with pytest.raises(ConfigError) as error:
             Weights(write(tmp_path / str(i), **{key: changed}))

@@ -319,7 +319,8 @@ def test_folders_of_something_else(tmp_path):
         expected = "one in the folder a in it; give that folder" if name == "a" else ""  # none of two is meant
         assert missing.held_instead(tmp_path) == expected
     assert missing.misnamed(tmp_path, "i.json") == ""
-    (tmp_path / "model-00001-of-00002.safetensors").write_bytes(b"")
+    for number in (1, 2):
+        (tmp_path / f"model-0000{number}-of-00002.safetensors").write_bytes(b"")
     assert missing.misnamed(tmp_path, "i.json").startswith("model-00001-of-00002.safetensors; fetch i.json too, or ")
     (tmp_path / "b/adapter_config.json").write_text("{}")
     assert missing.adapter_instead(tmp_path) == ", such as the one in its folder b"

@@ -258,6 +258,24 @@ def test_positions_are_stretched_as_the_file_says(tmp_path, said, expected):
     assert from_config.architecture(c).rope_scaling == expected
 
 
+@pytest.mark.parametrize(
+    "said, got",
+    [
+        ({"type": "yarn"}, "yarn, got None"),
+        ({"type": "yarn", "original_context_length": 64}, "yarn, got None"),  # llama.cpp does not divide the lengths
+        ({"type": "linear", "factor": 0.0}, "linear, got 0.0"),
+        ({"factor": -2.0}, "linear, got -2.0"),
+        ({"factor": "2"}, "linear, got '2'"),
+    ],
+)
+def test_positions_that_are_stretched_by_no_number_are_refused(tmp_path, said, got):
+    metadata = {f"rope.scaling.{key}": value for key, value in said.items()}
+    path = write_file(tmp_path / "x.gguf", "llama", metadata=metadata)
+    expected = f"model_path: {path}: rope.scaling.factor: expected a number above 0 with rope.scaling.type {got}; "
+    with pytest.raises(ConfigError, match=re.escape(expected)):
+        opened(path)
+
+
 # How llama.cpp splits SPLIT before merges, by the name of the rule: contractions in capitals, digits, a letter behind a
 # bracket, ends of lines, a capital within a word, a vowel sign behind a letter, a slash behind a bracket, and a kanji
 # behind a letter tell the rules apart.

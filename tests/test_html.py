@@ -380,6 +380,9 @@ def test_settings_resumes_and_samples_of_runs(tmp_path, monkeypatch):
     "files, words, said",
     [
         ({}, ["nowhere"], r"RUN: expected the folder of a run, with metrics.jsonl, got 'nowhere' \(No such file"),
+        ({"empty/x": "", "run/metrics.jsonl": ""}, ["."], r"got '\.' \(/.* has none\); did you mean /.*/run\?$"),
+        ({"empty/x": "", "run/metrics.jsonl": ""}, ["empty"], r"'empty' \(/.*/empty has none\); correct it$"),
+        ({"metrics.jsonl": "", "checkpoints/x": ""}, ["checkpoints"], r"/checkpoints has none\); did you mean /.*\?$"),
         ({"metrics.jsonl": ""}, ["."], "RUN: expected metrics.jsonl with at least one step, got '.'; wait"),
         ({"metrics.jsonl": '{"log":"eval","step":1,"loss":2}\n'}, ["."], "with at least one step"),
         ({"metrics.jsonl": "{}\n{}\n{}\n"}, ["."], "metrics.jsonl line 1: expected a record"),
@@ -396,6 +399,7 @@ def test_what_cannot_be_reported_is_refused_in_a_line(tmp_path, monkeypatch, fil
     if files is None:
         write_run(tmp_path / "run", [2.0])
     for name, text in (files or {}).items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)
     before = sorted(tmp_path.rglob("*"))
     html = [] if "--html" in words else ["--html", "report.html"]

@@ -341,6 +341,10 @@ def test_sets_that_are_empty_are_refused(tmp_path):
         match=r"one\.jsonl: expected at least two different rows.* got 1 to train on and 0 .*; add .*, or set",
     ):
         load_entries(tmp_path, one)
+    pair = [{"path": write(tmp_path / "pair.jsonl", [{"prompt": "a", "chosen": "b", "rejected": "c"}])}]
+    settings = Settings(sequence_len=64, eval_batches=1, data_cache="")
+    with pytest.raises(ConfigError, match=r"two different rows.* got 1 to train on and 0 to evaluate on"):
+        load_data(parse_entries(pair, ()), settings, BYTES, eval_batch_size=4, rows="preference", together=2)
     same = [{"path": write(tmp_path / "same.jsonl", questions(1) * 9)}]
     with pytest.raises(ConfigError, match=r"two different rows .* got 0 to train on and 9 to evaluate on, 0 skipped; "):
         load_entries(tmp_path, same)

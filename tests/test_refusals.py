@@ -138,11 +138,12 @@ def decided(one: Feature, other: Feature) -> str:
     return "refused"
 
 
-def test_every_feature_is_possible():
+@pytest.mark.parametrize("tried", [checks.check, assembled])
+def test_every_feature_is_possible(tried):
     for feature in features():
         values = DEFAULTS | SIZES | dict(feature.example)
         assert feature.holds(values, DEFAULTS), feature.name
-        assembled(config(feature.example))
+        tried(config(feature.example))
 
 
 PAIRS = list(itertools.combinations(features(), 2))

@@ -366,11 +366,9 @@ def test_the_list_of_rows(capsys):
         assert not end.value.code
         return capsys.readouterr().out.splitlines()
 
-    assert listed() == LISTED.read_text().splitlines()
-    two = listed("--only=qlora,zero_level=3@*")
-    assert [line.split()[:4] for line in two] == [
-        ["zero_level=3@4", "plain", "order", "4"], ["zero_level=3@8", "plain", "order", "8"], ["qlora", "lora", "nf4", "1"]
-    ]  # fmt: skip
+    assert listed() == LISTED.read_text().splitlines() and len(listed()) == len(SETTINGS)
+    some = listed("--only=qlora,zero_level=3@*")
+    assert [line.split()[0] for line in some] == ["zero_level=3@4", "zero_level=3@8", "qlora"]
     (own,) = listed("--only=as*", "--config=tiny", "--gpus=2", "--offload_grads")
     assert own.split() == [OWN, "plain", "order", "2", "offload_grads=True"]
 

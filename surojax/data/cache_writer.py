@@ -23,9 +23,8 @@ from surojax.resources import cores
 
 # Long texts are encoded in pieces (`texts.PIECE_CHARS`), one core each, and two groups at a time: a group has pieces
 # for half of the cores.
-_CORES = cores()
-_GROUP_BYTES = max(1, _CORES // 2) << 20
-_GROUP_UNITS = max(1, _CORES // 2) << 12  # a tokenizer takes a quarter longer for each of 15,000 short texts at a time
+_GROUP_BYTES = cores() << 19
+_GROUP_UNITS = cores() << 11  # a tokenizer takes a quarter longer for each of 15,000 short texts at a time
 # What an entry's meta data say of rows that were left out: how many, and where the first one is.
 LEFT_OUT = ("skipped", "first_skipped", "blank", "first_blank")
 _ENCODING = 2  # groups that are encoded at a time
@@ -83,6 +82,7 @@ def write_entry(
     without = _LeftOut(on_bad_row)
     items = without.others(source.items(fraction > 0))
     marked = hold_out(items, fraction, encoder.split) if fraction else ((item, False) for item in items)
+    numbers = [0, 0] if fraction else [0]  # of items, to train on and to evaluate on
     with _Parts(folder, vocab_size, name=source.name, holds_out=bool(fraction), source_bytes=source_bytes) as parts:
         for group, encoded in _in_threads(_groups(marked, encoder), encoder):
             good: list[tuple[_Marked, Example]] = []
@@ -91,11 +91,12 @@ def write_entry(
                     without.skip(example)
                 else:
                     good.append((unit, example))
-            for is_held_out in (False, True) if fraction else (False,):
-                parts.append(is_held_out, [x for x in good if x[0].is_held_out == is_held_out], encoder.is_text)
+            for is_held_out in range(len(numbers)):
+                of_part = [x for x in good if x[0].is_held_out == is_held_out]
+                numbers[is_held_out] += sum(marked.unit.is_last for marked, _ in of_part)
+                parts.append(bool(is_held_out), of_part, encoder.is_text)
             parts.bytes_read += sum(member.unit.num_bytes for member in group)
         parts_meta = parts.finish()
-    numbers = [part["examples"] for part in parts_meta.values()]
     skipped = str(without)
     if not any(numbers):
         fate = f", {skipped}; correct them" if without.skipped or without.blank else "; add some, or name other data"

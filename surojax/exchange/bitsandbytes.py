@@ -15,12 +15,21 @@ import numpy as np
 
 from surojax.errors import ConfigError
 from surojax.numerics import nf4
+from surojax.own_files import check_form
 from surojax.untrusted import parse_json
 
 STATE = ".quant_state.bitsandbytes__nf4"
 PARTS = (".absmax", ".nested_absmax", ".quant_map", ".nested_quant_map", STATE)
 # What is read; another size of blocks, or scales that are not quantised, are another layout.
 EXPECTED: dict[str, Any] = {"quant_type": "nf4", "blocksize": nf4.BLOCK, "nested_blocksize": nf4.GROUP}
+FORM = {
+    "quant_type": str,
+    "blocksize": int,
+    "nested_blocksize": int,
+    "nested_offset": float,
+    "dtype": str,
+    "shape": [int],
+}
 DTYPES = ("bfloat16", "float16", "float32")
 
 
@@ -54,13 +63,9 @@ def stored(name: str, names: set[str], read: Callable[[str], np.ndarray]) -> Nf4
         )
     try:
         state = parse_json(read(name + STATE).tobytes())
+        check_form(state, FORM)
     except ValueError as error:
-        raise ConfigError(f"model_path: {name + STATE}: expected JSON, got {error}; fetch the file again") from error
-    needed = (*EXPECTED, "dtype", "shape", "nested_offset")
-    if missing := [key for key in needed if key not in state]:
-        raise ConfigError(
-            f"model_path: {name + STATE}: expected {missing[0]}, got no such key; quantise the model again"
-        )
+        raise ConfigError(f"model_path: {name + STATE}: {error}; fetch the file again, or quantise it again") from error
     for key, value in EXPECTED.items():
         if state[key] != value:
             raise ConfigError(f"model_path: {name}: {key}: expected {value!r}, got {state[key]!r}; quantise it so")
@@ -69,11 +74,7 @@ def stored(name: str, names: set[str], read: Callable[[str], np.ndarray]) -> Nf4
             f"model_path: {name}: expected a matrix with rows of a multiple of {nf4.BLOCK} numbers, got "
             f"{state['dtype']} of {state['shape']}; fetch the model before it was quantised"
         )
-    if not math.isfinite(offset := float(state["nested_offset"])):
-        raise ConfigError(
-            f"model_path: {name + STATE}: expected a finite nested_offset, got {offset}; quantise it again"
-        )
-    return Nf4Entry(tuple(state["shape"]), state["dtype"], offset)
+    return Nf4Entry(tuple(state["shape"]), state["dtype"], float(state["nested_offset"]))
 
 
 def read_nf4(name: str, of: Nf4Entry, read: Callable[[str], np.ndarray], parts: int = 1) -> nf4.Nf4:

@@ -74,5 +74,5 @@ def held_instead(folder: Path) -> str:
             return f"{name}, which may run code and is not read; save the model with save_pretrained of transformers"
     if ggufs := sorted(folder.glob("*.gguf")):
         return f"{ggufs[0].name}; give this file"
-    inner = [path.parent.name for path in sorted(folder.glob("*/config.json"))]
+    inner = [path.parent.name for path in folder.glob("*/config.json")]
     return f"one in the folder {inner[0]} in it; give that folder" if len(inner) == 1 else ""

@@ -61,9 +61,6 @@ class Naming(NamedTuple):
         for in_modules, in_files in self.family.spellings.items() if self.family else ():
             if name.endswith(f".{in_modules}"):
                 name = name.removesuffix(in_modules) + in_files
-        files = self.expert_files
-        if files != BY_EXPERT and not files.only and name.endswith((files.gate_up, files.down)):
-            return name  # of all experts, in the module of which each expert may have its own tensors
         if self.family and (place := self._find(name)) and place.rest:
             name = renamed(name, self.family.tensors, self._ours)
         return name if number is None else expert_tensors.of_expert(name, number)

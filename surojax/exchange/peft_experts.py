@@ -178,8 +178,7 @@ def of_file(tensors: dict[str, np.ndarray], files: ExpertFiles = BY_EXPERT) -> d
 def _flat(factor: str, parts: list[np.ndarray], files: ExpertFiles) -> np.ndarray:
     """Flattens a factor of all experts, of one matrix or of gate and up, to PEFT's two dimensions."""
     if factor == FACTORS[0]:
-        stacked = np.concatenate(parts, axis=1)
-        return stacked.reshape(-1, stacked.shape[-1])
+        return np.concatenate(np.concatenate(parts, axis=1))
     number, rows, rank = parts[0].shape
     blocks = [np.zeros((number, rows, rank * len(parts)), part.dtype) for part in parts]
     for i, part in enumerate(parts):

@@ -157,9 +157,13 @@ def read_run(name: str) -> RunRecords:
         check_file(file)
         records = read_metrics(file)
     except OSError as error:
-        raise ConfigError(
-            f"RUN: expected the folder of a run, with {METRICS_FILE}, got {name!r} ({error.strerror}); correct it"
-        ) from error
+        reason, change = error.strerror, "correct it"
+        if path.is_dir() and not file.exists():
+            around = [path.resolve().parent, *sorted(path.resolve().iterdir())]
+            reason = f"{path.resolve()} has none"
+            change = next((f"did you mean {near}?" for near in around if (near / METRICS_FILE).exists()), change)
+        expected = f"the folder of a run, with {METRICS_FILE}"
+        raise ConfigError(f"RUN: expected {expected}, got {name!r} ({reason}); {change}") from error
     steps = [x for x in records if x.get("log") == "step"]
     need(bool(steps), "RUN", f"{METRICS_FILE} with at least one step", name, "wait for the first step of the run")
     evaluations = [x for x in records if x.get("log") == "eval"]
