@@ -36,6 +36,7 @@ from surojax.placement.mesh import make_mesh
 from surojax.run import guard
 from surojax.run.callbacks import Callbacks
 from surojax.run.metrics import TIMINGS
+from surojax.training import resume
 from surojax.training.evaluation import early_stopping
 from surojax.training.resume import block_identity
 
@@ -586,6 +587,11 @@ def test_the_identity_of_a_block_is_what_its_classes_compute(tmp_path):
     assert block_identity(SideBySide) != block_identity(Doubled)
     doubled = type("Doubled", (SideBySide,), {"factor": 3.0, "__call__": Doubled.__call__})
     assert block_identity(doubled) != block_identity(Doubled)
+    made = lambda **more: block_identity(type("Doubled", (SideBySide,), {"__call__": Doubled.__call__} | more))
+    assert made() == made(_hidden=1) == made(other=object()) == made(helper=cross_entropy) != made(number=1)
+    without = resume._without_docstring
+    assert without('def f():\n    """Nothing."""') == without("def f():\n    pass") != without("def f():\n    return 1")
+    assert without("double = lambda self, x: 2 * x  # a comment") == "double = lambda self, x: 2 * x"
     names: dict = {}
     exec(BLOCK_SOURCE.replace("THE_LINE", "pass"), names)
     assert block_identity(names["Mine"]) == "Mine"

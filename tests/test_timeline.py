@@ -464,7 +464,8 @@ def test_measured_beside_predicted():
     assert line == "tok/s: measured 400, predicted 500 (250 to 1,000), measured / predicted 0.80"
     assert "measured 500" in comparison(found, [2.0], tokens=1000)
     assert comparison(found, [], tokens=1000) == ""
-    assert comparison(prediction.Prediction(not_predicted="why"), [2.0], tokens=1000) == ""
+    for nothing in ({}, {"predicted_step_s": 2.0}, {"predicted_range_s": [1.0, 4.0]}):
+        assert comparison(prediction.Prediction(**nothing), [2.0], tokens=1000) == ""
 
 
 def test_calibration_fails_when_the_model_is_wrong(monkeypatch, capsys):

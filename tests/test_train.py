@@ -9,6 +9,7 @@ import errno
 import fcntl
 import importlib
 import json
+import math
 import os
 import pty
 import re
@@ -48,10 +49,11 @@ from surojax.planner.gpus import GPUS
 from surojax.planner.prediction import Prediction
 from surojax.planner.run_plan import programs as step_programs
 from surojax.run import checkpoint, on_disk, stop
-from surojax.run.metrics import TIMINGS, MetricsLog
+from surojax.run.metrics import ACCURACY, TIMINGS, MetricsLog
 from surojax.run.restore import restore_weights
 from surojax.run.stop import EarlyStop, StopSignal
 from surojax.training import evaluation, resume, run_summary as training_report
+from surojax.training.start import check_schedule
 
 module = importlib.import_module("surojax.train")  # `surojax.train` is the function
 
@@ -878,8 +880,24 @@ def test_one_evaluation_is_one_number(tmp_path):
         expected = "evaluation: loss 3.4043, 2.5000 bits per byte, perplexity 30.09 (step 0)"
         assert evaluation.evaluation_summary(tmp_path) == expected
         log.eval(9, loss=float("inf"), duration_s=1.0)
-    expected = "evaluation: loss 3.4043 -> nan, perplexity 30.09 -> nan (steps 0 -> 9)"
-    assert evaluation.evaluation_summary(tmp_path) == expected
+        expected = "evaluation: loss 3.4043 -> nan, perplexity 30.09 -> nan (steps 0 -> 9)"
+        assert evaluation.evaluation_summary(tmp_path) == expected
+        for step, accuracy in ((0, 0.25), (9, 0.5)):
+            log.eval(step, name="pairs", loss=1.0, duration_s=1.0, over="6 pairs", others={ACCURACY: accuracy})
+    pairs = "evaluation of pairs over 6 pairs: loss 1.0000 -> 1.0000, accuracy 0.250 -> 0.500 (steps 0 -> 9)"
+    assert evaluation.evaluation_summary(tmp_path) == f"{expected}\n{pairs}"
+    (tmp_path / "metrics.jsonl").write_text('{"log": "step", "step": 1}\n')
+    assert evaluation.evaluation_summary(tmp_path) == "evaluation: none yet"
+
+
+@pytest.mark.parametrize(
+    "value, number",
+    [(2, 2.0), (-0.5, -0.5), (2**63 - 1, 2.0**63), (2**63, math.nan), (-(2**63), math.nan)]
+    + [(value, math.nan) for value in (None, True, "1", [1])],
+)
+def test_numbers_of_records(value, number):
+    """NaN for what is none: a file may have been changed by others."""
+    np.testing.assert_equal(evaluation._number({"loss": value}, "loss"), number)
 
 
 def test_adapters_say_how_many_parameters_train(config, capsys):
@@ -935,7 +953,10 @@ def test_the_budget_of_a_run():
         "budget: 5,000 tokens, 50.00 for each parameter (20 for each would be 2,000); 3.00e+06 FLOPs (6 x parameters x "
         "tokens)"
     )
-    model.num_trained_parameters = 10
+    model.num_parameters = model.num_trained_parameters = 1000
+    for tokens, is_compared in ((5, True), (4, False)):
+        assert ("for each parameter" in training_report.budget(model, tokens, is_new=True)) == is_compared  # type: ignore[arg-type]
+    model.num_parameters, model.num_trained_parameters = 100, 10
     assert training_report.budget(model, 5000, is_new=False) == (  # type: ignore[arg-type]
         "budget: 5,000 tokens; 2.10e+06 FLOPs (6 x trained + 4 x frozen parameters x tokens)"
     )
@@ -945,6 +966,10 @@ def test_warmup_longer_than_the_data_lasts(config, tmp_path):
     with pytest.raises(ConfigError, match=r"expected at most the \d+ steps of num_epochs=1, got 1000; shorten"):
         train(changed(config, max_steps=0, warmup_steps=1000))
     assert not (tmp_path / "run").exists()
+    c = changed(config, warmup_steps=6, cooldown_steps=4)
+    check_schedule(c, 10)
+    with pytest.raises(ConfigError, match=r"expected at most the 9 steps of num_epochs=1, got 10; shorten them"):
+        check_schedule(c, 9)
 
 
 @pytest.mark.full

@@ -174,6 +174,7 @@ def test_an_epoch_of_datasets_is_all_their_samples(files, tmp_path, monkeypatch,
         (11, 1, 0, ""),
         (8, 1, 2, "8 of 11 samples are trained on in max_steps=2; max_steps=0 trains on all"),
         (12, 1, 3, ""),
+        (11, 1, 3, ""),
     ],
 )
 def test_samples_of_an_incomplete_epoch_are_said(last, num_epochs, max_steps, said):

@@ -135,6 +135,11 @@ def test_what_is_held_against_a_bound():
     bounds, plain = bounds_of.expected_bounds(small_config()), [(4.0, 1.0), (3.0, 2.0)]
     of_bfloat16 = bounds_of.expected_bounds(small_config(model_dtype="bfloat16"))
     assert of_bfloat16["saved"].reason.startswith("saved residuals are rounded to bfloat16")
+    tied = small_config()
+    tied.model.tie_word_embeddings = True
+    for c in (small_config(), tied):
+        expected = "order" if c is tied else "same"
+        assert bounds_of.expected_bounds(c)["grouped"] == bounds_of.expected_bounds(c)[expected]
     moved = lambda by: [plain[0], (3.0 * (1 + by), 2.0)]
     assert judge(plain, plain, bounds["same"])[0] == "pass"
     assert judge(moved(2.0**-23), plain, bounds["same"])[0] == "FAIL"
@@ -305,9 +310,35 @@ def test_the_configs_own_settings_are_a_row():
     assert len(make_batches(c, 8, 1)[0][0]["inputs"]) == 96  # 24 a step, for 3 devices and for 8, 4 microbatches
     assert not config_of_row(c, SETTINGS[0], 5, 96, 4).offload_residual
     assert settings_of.rows_of_config(small_config(), 8) == list(SETTINGS)
-    state: dict = {"offload_optimizer": True, "offload_master": True, "device_memory": 0.1}
-    for changes, expect in (state, "same"), ({"offload_weights": "nvme", "nvme_path": "x"}, "grouped"):
-        assert settings_of.rows_of_config(small_config(gpus=1, **changes), 8)[-1].expect == expect
+    assert settings_of.rows_of_config(small_config(gpus=1), 8) == list(SETTINGS)  # its own settings are "plain"
+    for n, expect, changes in [
+        (1, "same", {"offload_optimizer": True, "offload_master": True, "device_memory": 0.1}),
+        (1, "same", {"offload_weights": True, "resident_layers": 1, "offload_quants": True}),
+        (1, "grouped", {"offload_weights": "nvme", "nvme_path": "x"}),
+        (1, "grouped", {"microbatches_per_fetch": 2}),
+        (1, "order", {"offload_optimizer": True, "lmhead_chunks": 2}),
+        (2, "order", {"offload_optimizer": True}),
+        (2, "sent_int8", {"zero_quantized_gradients": True}),
+        (2, "fp8", {"zero_quantized_gradients": True, "zero_quantized_weights": "fp8"}),
+        (2, "int8", {"zero_quantized_weights": "int8"}),
+    ]:
+        assert settings_of.rows_of_config(small_config(gpus=n, **changes), 8)[-1].expect == expect, changes
+
+
+@pytest.mark.parametrize(
+    "changes, left_out",
+    [
+        ({"lora": True}, ["lora", "experts", "hybrid"]),
+        ({"model.num_experts": 2}, ["experts"]),
+        ({"model.layer_types": "conv,full_attention"}, ["hybrid"]),
+    ],
+)
+def test_rows_of_other_models_than_the_configs(changes, left_out):
+    """Adapters, experts and layers of several kinds are compared with rows of their own, unless the config has some."""
+    c = small_config(gpus=1)
+    c.update_from_flattened_dict(changes)
+    names = [s.name for s in settings_of.rows_of_config(c, 1)]
+    assert [name for name in ("lora", "experts", "hybrid") if name not in names] == left_out
 
 
 @pytest.mark.parametrize(
@@ -346,12 +377,42 @@ def test_what_was_not_verified_did_not_pass(tmp_path, argv, message):
     assert code == 1 if message == 1 else message in str(code)
 
 
-def test_offloads_as_configured_are_held_to_the_bit():
-    own = lambda **changes: [
-        s.expect for s in settings_of.rows_of_config(small_config(gpus=1, **changes), 8) if s.name == OWN
-    ]
-    assert own(offload_optimizer=True, offload_weights=True, resident_layers=1) == ["same"]
-    assert own(offload_optimizer=True, lmhead_chunks=2) == ["order"] and own() == []
+@pytest.mark.parametrize(
+    "statuses, code, last",
+    [
+        ("pass pass", False, "2 passed, 0 failed"),
+        ("pass FAIL", True, "1 passed, 1 failed"),
+        ("skipped skipped", True, "0 passed, 0 failed, 2 skipped, which shows nothing about them"),
+        ("pass skipped", False, "1 passed, 0 failed, 1 skipped, which shows nothing about them"),
+    ],
+)
+def test_how_verify_ends(monkeypatch, capsys, statuses, code, last):
+    """With the reason of each bound, once; a difference in three digits, "-" if there is none."""
+    bound = bounds_of.expected_bounds(small_config())["order"]
+
+    def verified(c, *, report, **_):
+        rows = []
+        for i, status in enumerate(statuses.split()):
+            found = (None, None) if status == "skipped" else (0.0, 1.23e-6)
+            why = "" if status == "pass" else "the reason"
+            rows.append(rows_of.VerifiedSetting(SETTINGS[3 + i], status, *found, bound, why, 1.0))
+            report(rows[-1])
+        return rows
+
+    monkeypatch.setattr(verifier, "verify", verified)
+    monkeypatch.setattr(verifier, "refused_sizes", lambda *_, **how: {"tp@4": "too few heads"})
+    with pytest.raises(SystemExit) as end:
+        verifier.main(["--config=verify", "--only=plain"])
+    assert end.value.code is code
+    _, sizes, _, *lines = capsys.readouterr().out.splitlines()
+    assert sizes.startswith("tp@4 is skipped, because of the model's sizes: too few heads; --config configs/verify.py")
+    shown = [line.split()[2:] for line in lines if line.split()[1:2] == ["plain"]]
+    numbers = {"pass": ["0", "1.2e-06"], "FAIL": ["0", "1.2e-06"], "skipped": ["-", "-"]}
+    assert shown == [
+        [*numbers[status], "1e-04", "1e-04", "(order)", "1.0", status] for status in statuses.split()
+    ]  # fmt: skip
+    assert lines.count("  the reason") == sum(status != "pass" for status in statuses.split())
+    assert lines[-2:] == [f"order: {bound.reason}", last]
 
 
 LISTED = Path(__file__).parent / "fixtures/verify_rows.txt"  # surojax verify --list > ..., to be read when it changes

@@ -264,7 +264,7 @@ def rows_of_config(c: Config, devices: int) -> list[Setting]:
     quantised = "sent_int8" if c.zero_quantized_gradients else "order"
     expect = quantised if c.zero_quantized_weights == "none" else c.zero_quantized_weights
     moved = {*ROWS, *OPTIONS, "offload_quants", "microbatches_per_fetch"}
-    if n == 1 and own.keys() <= moved:
+    if n == 1 and not own.keys() - moved:
         grouped = "microbatches_per_fetch" in own or any(own.get(name) == "nvme" for name in BY_LAYER)
         expect = "grouped" if grouped else "same"
     return [*rows, Setting(OWN, own, n, expect=expect)]
