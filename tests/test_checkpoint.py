@@ -192,12 +192,16 @@ def test_what_a_plan_contradicts_is_found_without_reading_an_array(tmp_path, mon
     check_restorable(path, plan)
     longer = jax.ShapeDtypeStruct((2, 3, 9), jnp.float32, sharding=ONE)
     check_restorable(path, plan._replace(history=longer))
+    check_restorable(path, plan._replace(history=None))
+    (without,) = write(tmp_path / "without", 1)
+    check_restorable(without, plan)
     other = plan_of(toy(1, size=3030))
     for wrong, message in [
         (plan._replace(master=other.master), r"master/blocks.a: expected shape \(3, 1010\), got \(3, 1000\)"),
         (plan._replace(moments=other.moments), r"moments/blocks.m: expected shape \(3, 1010\), got \(3, 1000\)"),
         (plan._replace(master=plan.master | {"more": {"x": history}}), "master: expected more.x, got none"),
-        (plan._replace(moments={"blocks": {"n": history}}), "expected the state of the same optimizer"),
+        (plan._replace(moments={"blocks": {"n": history}}), r"same optimizer.* \(only the checkpoint has blocks.m\)"),
+        (plan._replace(moments=plan.moments | {"a": {"x": history}}), r"same optimizer.* \(only this run has a.x\)"),
         (plan._replace(history=jnp.zeros((2, 5, 4))), r"history: expected layers x sites \(2, 5\), got \(2, 3\)"),
     ]:
         with pytest.raises(CheckpointError, match=message):
@@ -302,6 +306,10 @@ def test_a_damaged_array_is_named(tmp_path, monkeypatch):
     }
     monkeypatch.setattr(restoring, "read_meta", lambda path: {"step": 1, "checksums": wrong})
     with pytest.raises(CheckpointError, match=r"moments/blocks/m float32 is damaged"):
+        restore(path, plan_of(toy(1)))
+    for name in sorted(wrong)[:2]:
+        wrong[name] += 1
+    with pytest.raises(CheckpointError, match=r"and 2 more are damaged"):
         restore(path, plan_of(toy(1)))
 
 
@@ -452,6 +460,24 @@ def test_a_checkpoint_says_which_version_wrote_it(tmp_path):
     assert "before 0.2" in on_disk.written_by({})
     with pytest.raises(ConfigError, match=f"; use version {re.escape(version)} of surojax, which wrote it$"):
         restored_config({"no_such_field": 1}, on_disk.written_by(meta))
+
+
+def test_a_checkpoint_may_be_called_otherwise(tmp_path):
+    """A copy of it; one that has another step's number is none of that step, and a file is no checkpoint."""
+    (path,) = write(tmp_path, 1)
+    for name in ("copy", "2"):
+        shutil.copytree(path, tmp_path / name)
+    assert read_meta(tmp_path / "copy")["step"] == 1
+    with pytest.raises(CheckpointError, match=r"step: expected 2, the name of its folder, got 1"):
+        read_meta(tmp_path / "2")
+    (path.parent / "7").write_text("")
+    assert find(tmp_path) == path
+
+
+def test_a_long_reason_keeps_its_ends():
+    for length, is_cut in ((400, False), (401, True)):
+        text = f"{'a' * 150}{'b' * (length - 380)}{'c' * 230}"
+        assert on_disk._reason(OSError(text)) == (f"{'a' * 150} ... {'c' * 230}" if is_cut else text)
 
 
 # ----------------------------------------------------------------- read while a run prunes

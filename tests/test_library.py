@@ -451,6 +451,7 @@ class FloatCount(CrossEntropy):
         ({}, {"objective": Summed()}, r"objective.loss: expected float32 \[\], got float32 \[N\]; return that"),
         ({}, {"optimizer": optax.adam(1e-3)}, "optimizer: .* is not callable"),
         ({}, {"callbacks": print}, "callbacks: expected a list of functions, got print; put it in a list"),
+        ({}, {"callbacks": "ab"}, "callbacks: expected a list of functions, got str; put it in a list"),
         ({}, {"callbacks": [lambda: None]}, "callbacks: expected functions of an Event, got <lambda>"),
         ({}, {"max_minutes": -1}, "max_minutes: expected minutes, 0 or more"),
     ],

@@ -22,7 +22,7 @@ from surojax.config.fields import default_config
 from surojax.errors import ConfigError
 from surojax.run import console
 from surojax.run.console import Console
-from surojax.run.metrics import DeferredMetrics, MetricsLog, read_metrics
+from surojax.run.metrics import ACCURACY, DeferredMetrics, MetricsLog, perplexity, read_metrics
 from surojax.run.nonfinite import NonFiniteLoss, check_finite
 from surojax.run.routing import Usage
 
@@ -46,15 +46,31 @@ def test_a_log_gets_plain_lines(tmp_path):
         log.step(1, loss=2.25, grad_norm=1.5, lr=3e-4, duration_s=100.0)
         log.step(2, loss=2.125, grad_norm=1.25, lr=3e-4, duration_s=0.5)
         log.eval(2, loss=2.0, bits_per_byte=2.885, duration_s=0.25)
+        log.eval(2, name="pairs", over="6 pairs", loss=1.0, duration_s=0.25, others={ACCURACY: 0.5})
         log.message("checkpoint saved")
     assert console.getvalue().splitlines() == [
         "step  1/10  loss 2.2500  norm 1.500  lr 3.00e-04  10 tok/s  100,000.0 ms  mfu  0.2%  eta --:--",
         # The compiling step is not in the average: 8 steps of 0.5 s are left.
         "step  2/10  loss 2.1250  norm 1.250  lr 3.00e-04  2,000 tok/s  500.0 ms  mfu 50.0%  eta 00:04",
         "eval 2  loss 2.0000  2.8850 bits per byte  perplexity 7.389  250.0 ms",
+        "eval 2 of pairs over 6 pairs  loss 1.0000  accuracies 0.5000  250.0 ms",
         "checkpoint saved",
     ]
     assert all(c == "\n" or c.isprintable() for c in console.getvalue())
+
+
+def test_a_step_of_pairs_says_their_accuracy(tmp_path):
+    """And one that took no time, as some clocks have it, has a rate."""
+    console = io.StringIO()
+    with open_log(tmp_path, console=console) as log:
+        record = log.step(1, loss=0.5, grad_norm=1.5, lr=3e-4, duration_s=0.0, **{ACCURACY: 0.75})
+    assert "loss 0.5000  accuracy 0.750  norm 1.500" in console.getvalue()
+    assert record["tokens_per_second"] == 1000 / 1e-9
+
+
+def test_a_perplexity_that_no_float_holds_is_infinite():
+    values = [perplexity(loss) for loss in (0.0, 708.0, 709.0, 1e4, math.nan)]
+    np.testing.assert_equal(values, [1.0, math.exp(708), math.inf, math.inf, math.nan])
 
 
 def test_mfu_is_left_out_where_the_peak_is_unknown(tmp_path):
@@ -94,7 +110,7 @@ def test_slow_steps_print_a_line_a_minute(tmp_path, monkeypatch):
     with open_log(tmp_path, console=console, total_steps=9, log_steps=1000) as log:
         for step in range(1, 9):
             log_steps(log, step, step)
-            now[0] += 25.0
+            now[0] += 20.0
     assert steps_said(console) == [1, 4, 7]
 
 

@@ -303,7 +303,7 @@ def _verify(meta: dict[str, Any], **trees) -> None:
     sums, not_finite = checksums(**trees)
     saved = meta["checksums"]
     if bad := [name for name, value in sums.items() if saved.get(name, value) != value]:
-        others = f" and {len(bad) - 1} other arrays are" if len(bad) > 1 else " is"
+        others = f" and {len(bad) - 1} more are" if len(bad) > 1 else " is"
         raise ValueError(f"{bad[0]}{others} damaged: not the checksum it was written with")
     if not_finite:
         raise ValueError(f"{not_finite[0]} holds NaN or infinity")
