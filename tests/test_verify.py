@@ -144,7 +144,11 @@ def test_what_is_held_against_a_bound():
     assert judge(plain, plain, bounds["same"])[0] == "pass"
     assert judge(moved(2.0**-23), plain, bounds["same"])[0] == "FAIL"
     assert judge(moved(9e-5), plain, bounds["order"])[0] == "pass"
-    assert judge(moved(2e-4), plain, bounds["order"])[0] == "FAIL"
+    assert judge(moved(2e-4), plain, bounds["order"])[0] == judge(moved(-2e-4), plain, bounds["order"])[0] == "FAIL"
+    assert judge([(-4.0001, 1.0)], [(-4.0, 1.0)], bounds["order"])[0] == "pass"  # a loss may be below 0
+    assert judge([(4.1, 1.1)], [(4.0, 1.0)], bounds["order"])[3].startswith(
+        "loss and gradient norm too far; the first "
+    )
     assert judge(moved(1e-3), plain, bounds["fp8"])[0] == "pass"
     assert judge(plain, plain, bounds["fp8"])[3] == "no difference at all: the setting did nothing"
     for bad in (np.nan, np.inf):
@@ -323,6 +327,101 @@ def test_the_configs_own_settings_are_a_row():
         (2, "int8", {"zero_quantized_weights": "int8"}),
     ]:
         assert settings_of.rows_of_config(small_config(gpus=n, **changes), 8)[-1].expect == expect, changes
+
+
+@pytest.mark.parametrize(
+    "name", ["plain", "zero_level=3@8", "tp@2", "microbatches_per_fetch", "hsdp_pp_2x2x2_offload_all"]
+)
+def test_a_row_trains_on_all_sequences(name):
+    """Whatever the config says of its own batches, schedule and devices."""
+    (s,) = (s for s in SETTINGS if s.name == name)
+    c = small_config(gpus=2, max_steps=0, num_epochs=3, lr_scheduler_type="wsd", warmup_steps=2, cooldown_steps=1)
+    row = config_of_row(c, s, 5, 96, 4)
+    groups = s.devices // configs.gpus_per_sequence(row)
+    assert row.per_device_batch_size * row.gradient_accumulation_steps * groups == 96
+    assert (row.gradient_accumulation_steps, row.gpus, row.max_steps, row.num_epochs) == (4, s.devices, 5, 1)
+    assert (row.lr_scheduler_type, row.warmup_steps, row.warmup_ratio, row.cooldown_steps) == ("cosine", 0, 0, 0)
+    assert c.gpus == 2 and not row.precompute_ref_log_probs
+
+
+# (The config's sequences per step, devices, and those of a batch: a multiple of what each row divides them by.)
+@pytest.mark.parametrize(
+    "fields, devices, sequences, microbatches",
+    [
+        ({}, 8, 16, 2),
+        ({"gradient_accumulation_steps": 3}, 8, 24, 3),
+        ({"per_device_batch_size": 3, "gpus": 8}, 1, 32, 2),
+        ({"per_device_batch_size": 2, "gpus": 8}, 1, 16, 2),
+        ({"gpus": 6, "tp_size": 2}, 1, 48, 2),
+        ({"objective": "dpo", "per_device_batch_size": 2}, 8, 32, 2),
+    ],
+)
+def test_how_many_sequences_all_rows_train_on(fields, devices, sequences, microbatches):
+    batches, found = make_batches(small_config(**fields), devices, 3)
+    assert [len(batch["inputs"]) for batch in batches] == [sequences] * 3 and found == microbatches
+    assert not np.array_equal(batches[0]["inputs"], batches[1]["inputs"])
+
+
+def test_what_rows_train_on():
+    """Frequent and rare tokens, whose next ones are the labels but for some; documents of 16 tokens on average."""
+    c = small_config(sequence_len=256, per_device_batch_size=8)
+    ((batch,), _) = make_batches(c, 8, 1)
+    inputs, labels, starts = (batch[name] for name in ("inputs", "labels", "starts"))
+    assert {x.dtype for x in batch.values()} == {np.dtype("int32")} and inputs.shape == labels.shape == starts.shape
+    assert inputs.min() == 0 and inputs.max() == 63 and (inputs < 64 / 8).mean() == pytest.approx(0.5, abs=0.03)
+    counted = labels[:, :-1] >= 0
+    np.testing.assert_array_equal(labels[:, :-1][counted], inputs[:, 1:][counted])
+    assert set(labels[labels < 0]) == {-1} and counted.mean() == pytest.approx(0.95, abs=0.01)
+    at = np.arange(256)
+    assert ((starts == at) | (starts == np.roll(starts, 1, axis=1))).all() and (starts[:, 0] == 0).all()
+    assert (starts == at)[:, 1:].mean() == pytest.approx(1 / 16, abs=0.01)
+    assert not np.array_equal(starts[0], starts[1])
+
+
+def of_documents(starts, labels):
+    """(row, the positions of the labels of a document) of each document that has some."""
+    for row, (of_row, known) in enumerate(zip(starts, labels >= 0, strict=True)):
+        for start in sorted(set(of_row)):
+            if len(places := np.flatnonzero((of_row == start) & known)):
+                yield row, places
+
+
+def test_what_objectives_read_of_rows():
+    """One margin a pair's answer and one score a text; log-probabilities of labels near those of a new model."""
+    batch_of = lambda **fields: make_batches(small_config(sequence_len=64, per_device_batch_size=4, **fields), 8, 1)[0][
+        0
+    ]
+    reward = small_config(objective="reward", per_device_batch_size=4)
+    reward.model.num_labels = 1
+    scored, margins = make_batches(reward, 8, 1)[0][0], batch_of(objective="dpo")
+    np.testing.assert_array_equal(margins["starts"][::2], margins["starts"][1::2])  # a pair's answers
+    expected = np.zeros_like(scored["scored"])
+    for row, places in of_documents(scored["starts"], scored["labels"]):
+        expected[row, places[-1]] = 1
+    np.testing.assert_array_equal(scored["scored"], expected)
+    at_first = np.zeros(scored["margin"].shape, bool)
+    for row, places in of_documents(scored["starts"], scored["labels"]):
+        at_first[row, places[0]] = True
+    np.testing.assert_array_equal(scored["margin"] != 0, at_first)
+    of_labels = margins["labels"] >= 0
+    for batch, name, mean in (
+        (margins, "reference", -np.log(64) - 0.05),
+        (batch_of(objective="grpo"), "sampled", -np.log(64)),
+    ):
+        of_labels = batch["labels"] >= 0
+        assert (batch[name] != 0).tolist() == of_labels.tolist() and batch[name].dtype == np.float32
+        assert batch[name][of_labels].mean() == pytest.approx(mean, abs=0.02)
+    grpo, kto = batch_of(objective="grpo"), batch_of(objective="kto")
+    assert set(kto["desirable"].ravel()) == {-1, 0, 1}
+    for batch, name in (grpo, "advantage"), (kto, "desirable"):
+        for row, places in of_documents(batch["starts"], batch["labels"]):
+            assert len(set(batch[name][row, places])) == 1 and batch[name][row, places[0]]
+        assert not batch[name][batch["labels"] < 0].any() and batch[name].dtype == np.float32
+    distill = batch_of(objective="distill")
+    ids, logprobs = distill["teacher_ids"], distill["teacher"]
+    assert ids.dtype == np.int32 and ids.min() >= 0 and ids.max() == 63
+    assert (np.diff(np.sort(ids, axis=-1), axis=-1) > 0).all() and (ids[0, 0] != ids[0, 1]).any()
+    np.testing.assert_allclose(np.exp(logprobs).sum(-1), 1, rtol=1e-5)
 
 
 @pytest.mark.parametrize(
