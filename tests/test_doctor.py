@@ -278,6 +278,9 @@ def test_a_kernel_apart_from_its_reference_names_the_kernels(monkeypatch):
 def test_a_row_of_offloads_that_fails_names_its_fields(monkeypatch):
     """And each of the rows is about fields that can be left off."""
     table = {setting.name: setting for setting in SETTINGS}
+    moved = {*OFFLOADS, "overlap_update", "resident_layers"}
+    of_one = {s.name for s in SETTINGS if s.devices == 1 and s.changes and not s.changes.keys() - moved}
+    assert {*steps.ROWS_OF_OFFLOADS} == of_one
     for name in steps.ROWS_OF_OFFLOADS:
         row = verifier.VerifiedSetting(table[name], "FAIL", 0.5, 0.1, Bound(0, 0, ""), "loss too far", 1.0)
         monkeypatch.setattr(verifier, "judge_row", lambda curves, setting, row=row: row)
