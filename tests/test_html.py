@@ -380,7 +380,7 @@ def test_settings_resumes_and_samples_of_runs(tmp_path, monkeypatch):
     "files, words, said",
     [
         ({}, ["nowhere"], r"RUN: expected the folder of a run, with metrics.jsonl, got 'nowhere' \(No such file"),
-        ({"empty/x": "", "run/metrics.jsonl": ""}, ["."], r"got '\.' \(/.* has none\); did you mean /.*/run\?$"),
+        ({"b/metrics.jsonl": "", "a/metrics.jsonl": ""}, ["."], r"got '\.' \(/.* has none\); did you mean /.*/a\?$"),
         ({"empty/x": "", "run/metrics.jsonl": ""}, ["empty"], r"'empty' \(/.*/empty has none\); correct it$"),
         ({"metrics.jsonl": "", "checkpoints/x": ""}, ["checkpoints"], r"/checkpoints has none\); did you mean /.*\?$"),
         ({"metrics.jsonl": ""}, ["."], "RUN: expected metrics.jsonl with at least one step, got '.'; wait"),

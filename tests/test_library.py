@@ -438,7 +438,7 @@ class FloatCount(CrossEntropy):
         ({"weight_decay": 0.3}, {"optimizer": optax.lion}, "weight_decay: expected 0.1 with an optimizer of optax"),
         ({"adamw_beta1": 0.5}, {"optimizer": optax.lion}, "adamw_beta1: expected 0.9 with an optimizer of optax"),
         ({"z_loss": 1e-4}, {"objective": LossOfLogits(smoothed)}, "z_loss: expected 0 with an objective"),
-        ({}, {"objective": LossOfLogits(smoothed, ("scores",))}, "objective: expected targets among labels"),
+        ({}, {"objective": LossOfLogits(smoothed, tuple("scores"))}, "among labels, .*, got c, e, o, r, s; train"),
         ({"gpus": 2, "tp_size": 2}, {"objective": LossOfLogits(smoothed)}, "objective: expected a whole vocabulary"),
         ({"data": "stdlib"}, {}, "data: expected none in the config beside rows given"),
         ({}, {"objective": LossOfLogits(lambda z, y: cross_entropy(z, y).mean())}, r"losses \[N\].* got float32 \[\];"),
@@ -590,6 +590,7 @@ def test_the_identity_of_a_block_is_what_its_classes_compute(tmp_path):
     assert block_identity(doubled) != block_identity(Doubled)
     made = lambda **more: block_identity(type("Doubled", (SideBySide,), {"__call__": Doubled.__call__} | more))
     assert made() == made(_hidden=1) == made(other=object()) == made(helper=cross_entropy) != made(number=1)
+    assert made(number=1, other=2) == made(other=2, number=1)
     without = resume._without_docstring
     assert without('def f():\n    """Nothing."""') == without("def f():\n    pass") != without("def f():\n    return 1")
     assert without("double = lambda self, x: 2 * x  # a comment") == "double = lambda self, x: 2 * x"

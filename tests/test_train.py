@@ -617,6 +617,7 @@ def test_fields_that_differ_are_named_with_what_they_are_in():
     found = {"lora.rank": (8, 4), "seed": (1, None), "teacher": (None, {"path": "a"}), "gpus": (None, 2)}
     assert resume.differences(old, new) == found
     assert resume.differences(new, old) == {name: (b, a) for name, (a, b) in found.items()}
+    assert [*resume.differences(old, new)] == ["gpus", "lora.rank", "seed", "teacher"]  # as they are said
 
 
 def test_as_many_samples_a_step_unless_a_setting_says_otherwise(whole, config, tmp_path, capsys):

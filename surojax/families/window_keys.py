@@ -77,7 +77,7 @@ def said_layer_types(given: dict[str, Any], window: int | None, without: str = N
             f"model_path: config.json: layer_types: expected one for each of num_hidden_layers={layers}, got "
             f"{len(types)}; fetch it again"
         )
-    if unknown := sorted(set(types) - {FULL, SLIDING}):
+    if unknown := [kind for kind in types if kind not in (FULL, SLIDING)]:
         raise ConfigError(
             f"model_path: config.json: layer_types: expected full_attention and sliding_attention, got {unknown[0]!r}; "
             f"nothing else is computed for {given['model_type']}"
