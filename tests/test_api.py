@@ -7,6 +7,7 @@ import pickle
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import nbformat
 import pytest
@@ -14,9 +15,11 @@ from test_library import config
 
 import surojax
 from surojax import ConfigError
+from surojax.config.fields import tokens_of_step
 
 ROOT = Path(surojax.__file__).parents[1]
 VERBS = "train plan fit estimate convert generate evaluate load distill load_config".split()
+QUESTION = {"question": "1 and", "choices": ["1", "2"], "answer": 0}
 TEXTS = [f"{i} and {i} are {i + i}. " * 4 for i in range(64)]
 
 
@@ -53,6 +56,10 @@ def test_notebooks_import_nothing_else():
         (lambda c: surojax.generate("x", "y", system="z"), "system: expected chat=True with it, got 'z'"),
         (lambda c: surojax.fit(c, gpu="h100", compiled=0), "compiled: expected 1 or more, got 0"),
         (lambda c: surojax.evaluate("x", [{"question": "a"}]), "questions[0]: expected"),
+        (lambda c: surojax.evaluate("x", []), "questions: expected one or more, got []; add one"),
+        (lambda c: surojax.evaluate("x", [QUESTION], limit=0), "limit: expected 1 or more, got 0; leave it out"),
+        (lambda c: surojax.evaluate("x", [QUESTION], batch_size=0), "batch_size: expected 1 or more, got 0; correct"),
+        (lambda c: surojax.generate("x", ["y", 3]), "prompt: expected a text or several, got ['y', 3]; pass texts"),
     ],
 )  # fmt: skip
 def test_a_typo_is_one_line(call, said):
@@ -69,6 +76,8 @@ def test_configs_are_copied_compared_and_shown():
     assert repr(changed) == "Config(lora=True, model.hidden_size=64)" and repr(c) == "Config()"
     assert repr(changed.model) == "Config(hidden_size=64)"
     assert not hasattr(c, "learnign_rate")
+    named = surojax.load_config(data=Path("a") / "b", **{"model.hidden_size": 64})
+    assert (named.data, named.model.hidden_size) == (str(Path("a") / "b"), 64)
 
 
 @pytest.mark.parametrize(
@@ -87,7 +96,18 @@ def test_estimates(tmp_path):
     found = surojax.estimate("llama7b", gpu="rtx4090", gpus=4, zero_level=3, shard_outer=True)
     assert found.fits and found.classes["weights"]["device"] and found.tokens_per_s > 0
     assert repr(found).startswith("Estimate(4 x rtx4090, fits: ") and "\n" not in repr(found)
-    assert not surojax.estimate("llama7b", gpu="rtx4090", gpus=1).fits
+    one = surojax.estimate("llama7b", gpu="rtx4090", gpus=1)
+    assert not one.fits and repr(one).startswith("Estimate(1 x rtx4090, does not fit: ")
+    tokens = tokens_of_step(surojax.load_config("llama7b", gpus=4, zero_level=3))
+    assert found.tokens_per_s == pytest.approx(tokens / found.step_s)
+
+
+def test_what_fit_says():
+    result = SimpleNamespace(gpus=2, gpu="h100")
+    assert repr(surojax.Fit(None, {}, None, None, result)) == "Fit(nothing fits 2 x h100)"  # type: ignore[arg-type]
+    for change, said in (({}, "as given"), ({"zero_level": 3, "gpus": 2}, "zero_level=3 gpus=2")):
+        found = surojax.Fit(surojax.default_config(), change, 0.25, 4096.0, result)  # type: ignore[arg-type]
+        assert repr(found) == f"Fit({said}: 0.25 s a step, 4,096 tokens/s)"
 
 
 def test_the_verbs_from_a_run_to_a_file(tmp_path):
@@ -98,11 +118,16 @@ def test_the_verbs_from_a_run_to_a_file(tmp_path):
     assert repr(model).endswith("parameters, without a chat template)") and surojax.load(model) is model
     one = surojax.generate(model, "1 and", max_tokens=4, temperature=0)
     assert surojax.generate(model, ["1 and", "1 and"], max_tokens=4, temperature=0) == [one, one]
-    questions = [{"question": "1 and", "choices": ["1", "2"], "answer": 0}] * 3
-    right = surojax.evaluate(model, questions)
+    assert surojax.generate(model, []) == []
+    right = surojax.evaluate(model, [QUESTION] * 3)
     assert right.questions == 3 and right.plain in (0, 1)
+    (tmp_path / "questions.jsonl").write_text(f"{json.dumps(QUESTION)}\n" * 3)
+    assert surojax.evaluate(model, tmp_path / "questions.jsonl", limit=1, batch_size=1) == right._replace(questions=1)
     folder = surojax.convert(result, tmp_path / "export", say=lambda line: None)
     assert json.loads((folder / "config.json").read_text())["hidden_size"] == 32
+    chats = surojax.load(folder, tokenizer="bytes", chat_template="chatml")
+    assert repr(chats).endswith("parameters, with a chat template)")
+    assert isinstance(surojax.generate(chats, "1 and", chat=True, system="Add.", max_tokens=2), str)
 
 
 SCRIPT = """

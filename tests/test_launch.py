@@ -19,7 +19,7 @@ import pytest
 import surojax
 from surojax import ConfigError, launch
 from surojax.cluster import group, watch
-from surojax.cluster.early import OTHERS, STOPPED
+from surojax.cluster.early import OTHERS, STOPPED, stop_text, stopping_signals
 from surojax.cluster.supervised import Supervised
 from surojax.errors import REFUSED, Refused, ending, ends_with_code
 
@@ -112,6 +112,17 @@ time.sleep(60)
     assert process.returncode == STOPPED
     assert {p.name for p in tmp_path.glob("saved-*")} == {"saved-0"}
     assert out.endswith("surojax.launch: stopped: start again to continue\n")
+
+
+@pytest.mark.usefixtures("no_nohup")
+def test_signals_that_stop_a_run():
+    """But for those that are ignored, or that the caller has a handler for."""
+    kept = {signal.SIGHUP: signal.SIG_IGN, signal.SIGUSR2: lambda *_: None, signal.SIGUSR1: stop_text}
+    assert stopping_signals() == (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
+    old = {number: signal.signal(number, handler) for number, handler in kept.items()}
+    assert stopping_signals() == (signal.SIGTERM, signal.SIGUSR1)  # which has a handler of ours
+    for number, handler in old.items():
+        signal.signal(number, handler)
 
 
 @pytest.mark.full(after=1)
