@@ -18,7 +18,7 @@ from typing import NamedTuple
 import psutil
 
 MiB, GiB = 2**20, 2**30
-UNLIMITED = 2**60  # bytes; version 1 and setrlimit write "no limit" as a number beyond this
+UNLIMITED = 2**60  # bytes; setrlimit writes "no limit" as a number beyond this
 # Address space and private memory that Python, JAX and XLA's threads reserve, measured with 1 to 32 threads: to start,
 # for each core, and beyond what `psutil` counts when a run is checked, for threads and the compiler.
 START = {"ulimit -v": 2 * GiB, "ulimit -d": 400 * MiB}
@@ -185,5 +185,5 @@ def _text(file: Path) -> str:
 
 
 def _number(text: str) -> int | None:
-    """Reads a limit; None if it is "max", -1, beyond `UNLIMITED` or no number."""
-    return int(text) if re.fullmatch(r"[0-9]{1,18}", text) and int(text) < UNLIMITED else None
+    """Reads a limit; None if it is "max", -1, no number, or one of 19 digits, as version 1 writes "no limit"."""
+    return int(text) if re.fullmatch(r"[0-9]{1,18}", text) else None

@@ -15,7 +15,11 @@ from test_library import config
 
 import surojax
 from surojax import ConfigError
+from surojax.config import checks
 from surojax.config.fields import tokens_of_step
+from surojax.declared import LARGEST_FLOAT
+from surojax.errors import LONGEST, shown
+from surojax.option_names import unknown_option
 
 ROOT = Path(surojax.__file__).parents[1]
 VERBS = "train plan fit estimate convert generate evaluate load distill load_config".split()
@@ -42,6 +46,9 @@ def test_notebooks_import_nothing_else():
     [
         (lambda c: setattr(c, "learnign_rate", 1), "no field 'learnign_rate': did you mean 'learning_rate'?"),
         (lambda c: c.learnign_rate, "config has no field 'learnign_rate': did you mean 'learning_rate'?"),
+        (lambda c: c.update(zzz=1), "config has no field 'zzz': --help fields lists every field"),
+        (lambda c: checks.check(surojax.load_config(c, learning_rate=3.5e38)), "expected a finite number in float32"),
+        (lambda c: checks.check(surojax.load_config(c, matmul_dtype="fp8")), "matmul_dtype: expected one of '', "),
         (lambda c: c.update(gpuss=1), "config has no field 'gpuss': did you mean 'gpus'?"),
         (lambda c: setattr(c.model, "hiden_size", 1), "no field 'hiden_size': did you mean 'model.hidden_size'?"),
         (lambda c: setattr(c, "lock", 1), "config has no field 'lock', which is a method of a config"),
@@ -68,6 +75,32 @@ def test_a_typo_is_one_line(call, said):
     assert said in str(error.value) and "\n" not in str(error.value) and len(str(error.value)) < 500
 
 
+def test_long_messages_and_values_are_cut():
+    for more, is_cut in ((0, False), (1, True)):
+        text = "a" * (LONGEST + more)
+        assert str(ConfigError(text)) == (f"{'a' * 1497} ... {'a' * 1497}" if is_cut else text)
+        assert shown("a" * (398 + more)) == (f"'{'a' * 399}... (401 characters)" if is_cut else f"'{'a' * 398}'")
+
+
+@pytest.mark.parametrize(
+    "word, fields, said",
+    [
+        ("--zzz", (), "unknown option '--zzz'; see --help"),
+        ("--host_memry=3", (), "unknown option '--host_memry=3'; did you mean --host-memory?"),
+        ("--zzz", ("num_epochs",), "unknown option '--zzz': fields are set with --FIELD=VALUE; see --help"),
+        ("--host_memry", ("num_epochs",), "FIELD=VALUE; did you mean --host-memory?"),
+        ("--num-epoch", ("num_epochs",), "FIELD=VALUE; did you mean --num_epochs?"),
+        ("--qlor", ("num_epochs",), "FIELD=VALUE; did you mean --qlora?"),
+        ("--qlor", (), "'--qlor'; see --help"),
+        ("my.py", ("num_epochs",), "did you mean --config my.py?"),
+        ("tiny", ("num_epochs",), "did you mean --config tiny?"),
+        ("my.py", (), "'my.py'; see --help"),
+    ],
+)
+def test_an_unknown_option_names_the_nearest(word, fields, said):
+    assert unknown_option(word, ["--host-memory"], fields, ["tiny"]).endswith(said)
+
+
 def test_configs_are_copied_compared_and_shown():
     c = surojax.default_config()
     for same in (copy.deepcopy(c), pickle.loads(pickle.dumps(c)), c.copy_and_resolve_references()):
@@ -77,6 +110,8 @@ def test_configs_are_copied_compared_and_shown():
     assert repr(changed.model) == "Config(hidden_size=64)"
     assert not hasattr(c, "learnign_rate")
     named = surojax.load_config(data=Path("a") / "b", **{"model.hidden_size": 64})
+    c.learning_rate = LARGEST_FLOAT
+    c.learning_rate = 1  # a whole number is a number
     assert (named.data, named.model.hidden_size) == (str(Path("a") / "b"), 64)
 
 

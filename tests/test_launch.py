@@ -20,6 +20,7 @@ import surojax
 from surojax import ConfigError, launch
 from surojax.cluster import group, watch
 from surojax.cluster.early import OTHERS, STOPPED, stop_text, stopping_signals
+from surojax.cluster.group import Ended
 from surojax.cluster.supervised import Supervised
 from surojax.errors import REFUSED, Refused, ending, ends_with_code
 
@@ -361,6 +362,83 @@ def test_with_fewer_processes_a_step_has_the_same_samples(tmp_path, capfd):
             launch.accumulation(other)
 
 
+class Groups:
+    """In place of `ProcessGroup`: groups that fail, but for the last one."""
+
+    def __init__(self, last: int):
+        self.last = last
+        self.started: list[tuple[list[str], int]] = []
+
+    def __call__(self, command, environments, again):
+        self.started.append((command[2:], len(environments)))
+        return contextlib.nullcontext(self)
+
+    def wait(self):
+        return Ended(0, "") if len(self.started) == self.last else Ended(1, "failed")
+
+
+@pytest.mark.parametrize(
+    "last, elastic, code, started",
+    [
+        (
+            3,
+            True,
+            0,
+            [
+                ([], 4),
+                (["--config.gradient_accumulation_steps=6"], 2),
+                (["--config.gradient_accumulation_steps=12"], 1),
+            ],
+        ),
+        (2, False, 0, [([], 4), ([], 4)]),
+        (9, False, 1, [([], 4)] * 3),
+    ],
+)
+def test_what_is_started_again(monkeypatch, capsys, last, elastic, code, started):
+    groups = Groups(last)
+    monkeypatch.setattr(launch, "ProcessGroup", groups)
+    monkeypatch.setattr(launch, "accumulation", lambda command: 3)
+    assert launch.supervise(["surojax", "train"], 4, devices=1, restarts=2, elastic=elastic) == code
+    assert groups.started == started
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-1].endswith("ended: start again to continue from the last checkpoint") == (code == 1)
+    numbers = [n for _, n in started[1:]]
+    assert [line.partition("start ")[2] for line in lines if " of 3, with " in line] == [
+        f"{i} of 3, with {n} process{'es' if n > 1 else ''}" for i, n in enumerate(numbers, 2)
+    ]
+
+
+def test_what_launch_hands_on(monkeypatch):
+    """Python is the one that runs, and the command that starts all is said at the end."""
+    given = []
+    monkeypatch.setattr(launch, "supervise", lambda *command, **how: given.append((*command, how)) or 3)
+    words = ["-n", "2", "--restarts", "1", "--elastic", "--devices-per-process", "1", "--", "python", "-c", "a b"]
+    for line in (words, ["--", sys.executable]):
+        with pytest.raises(SystemExit) as end:
+            launch.main(line)
+        assert end.value.code == 3
+    again = "surojax launch -n 2 --restarts 1 --elastic --devices-per-process 1 -- python -c 'a b'"
+    all_said = {"devices": 1, "restarts": 1, "elastic": True, "again": again}
+    assert given[0] == ([sys.executable, "-c", "a b"], 2, all_said)
+    none = {"devices": None, "restarts": 0, "elastic": False, "again": f"surojax launch -- {sys.executable}"}
+    assert given[1] == ([sys.executable], 1, none)
+
+
+def test_how_processes_end():
+    words = {
+        0: "exit code 0",
+        3: "exit code 3",
+        -9: "killed by SIGKILL",
+        -200: "exit code -200",
+        None: "exit code None",
+    }
+    assert {code: group.exit_code_in_words(code) for code in words} == words
+    one = group.ProcessGroup.__new__(group.ProcessGroup)
+    for one.stopping in (False, True):
+        codes = [one._code(types.SimpleNamespace(poll=lambda code=code: code)) for code in (None, 0, -15, -9)]
+        assert codes == [None, 0, STOPPED if one.stopping else -15, -9]
+
+
 @pytest.mark.parametrize(
     "options, message",
     [
@@ -390,6 +468,18 @@ def test_what_is_refused(options, message):
 )
 def test_gpus_are_divided(visible, n, parts):
     assert launch._visible_gpus({"CUDA_VISIBLE_DEVICES": visible}, n) == parts
+
+
+def test_gpus_of_the_machine_are_divided(monkeypatch):
+    monkeypatch.setattr(launch, "gpus_of_machine", lambda: 4)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert [x["CUDA_VISIBLE_DEVICES"] for x in launch._environments(2, None)] == ["0,1", "2,3"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=7 --xla_other")
+    assert launch._environments(2, None)[1] == dict(os.environ)
+    one, other = launch._environments(2, 3)
+    assert one == other and one["JAX_PLATFORMS"] == "cpu"
+    assert one["XLA_FLAGS"] == "--xla_other --xla_force_host_platform_device_count=3"
 
 
 def test_gpus_that_do_not_divide_are_refused():

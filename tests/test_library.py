@@ -27,7 +27,8 @@ from surojax import (
     default_config,
     train,
 )
-from surojax.assembly.from_config import Brought, from_config
+from surojax.assembly.from_config import Brought, from_config, model as model_of
+from surojax.assembly.own_parts import check_objective
 from surojax.inference.trained_model import load_trained
 from surojax.models.layers import vector
 from surojax.objectives.objective import CrossEntropy
@@ -418,6 +419,26 @@ def test_a_loss_of_logits(tmp_path):
     assert losses(other)[-1] < losses(other)[0] and losses(other) != losses(plain)
 
 
+class Two(CrossEntropy):
+    """An objective that returns more than a loss."""
+
+    def loss(self, *arguments):
+        return super().loss(*arguments), 1
+
+
+class Half(CrossEntropy):
+    """An objective whose loss is of another float type, which is one."""
+
+    def loss(self, *arguments):
+        return super().loss(*arguments).astype("bfloat16")
+
+
+def test_a_loss_may_be_any_float(tmp_path):
+    model = model_of(config(tmp_path))
+    check_objective(Half(), model, "float32", is_sharded=False)
+    check_objective(Summed(), model, "float32", is_sharded=True)  # its axes are those of the run
+
+
 class Summed(CrossEntropy):
     """An objective that forgets to add up."""
 
@@ -448,6 +469,15 @@ class FloatCount(CrossEntropy):
         ({}, {"objective": cross_entropy}, r"expected LossOfLogits\(function\).* got a function, .*; wrap it"),
         ({}, {"objective": 3}, "got int, which has no targets"),
         ({}, {"objective": FloatCount()}, r"objective.count: expected int32 \[\], got float32 \[\]; return that"),
+        ({}, {"objective": Two()}, r"objective.loss: expected float32 \[\], got tuple of float32 \[\], "),
+        ({}, {"objective": LossOfLogits(3)}, "objective: expected a function in LossOfLogits, got 3; pass one"),
+        ({}, {"objective": LossOfLogits(lambda z, y: None)}, r"losses \[N\].* got None; return each token's loss"),
+        ({}, {"objective": LossOfLogits(lambda z, y: (z,))}, r"got tuple of float32 \[N, 320\]; return each"),
+        (
+            {"objective": "orpo"},
+            {"objective": LossOfLogits(smoothed)},
+            "objective: expected 'cross_entropy' with an obj",
+        ),
         ({}, {"objective": Summed()}, r"objective.loss: expected float32 \[\], got float32 \[N\]; return that"),
         ({}, {"optimizer": optax.adam(1e-3)}, "optimizer: .* is not callable"),
         ({}, {"callbacks": print}, "callbacks: expected a list of functions, got print; put it in a list"),
@@ -544,6 +574,7 @@ class WithoutRngs(Block):
     "fields, block, said",
     [
         ({}, dict, "block: expected a subclass of surojax.Block, got <class 'dict'>"),
+        ({}, 3, "block: expected a subclass of surojax.Block, got 3; derive it"),
         ({"lora": True}, SideBySide, "lora: expected False with a block of your own"),
         ({}, returning(lambda x, cache: x), r"Returning.__call__: expected \(output, cache, routed\)"),
         ({}, returning(lambda x, cache: (x[..., :8], cache, None)), r"float32 \[2, 32, 32\], got float32 \[2, 32, 8\]"),
