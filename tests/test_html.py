@@ -11,6 +11,7 @@ import sys
 import zlib
 from html.parser import HTMLParser
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from chromium import CHROMIUM, VIEWS, browser as browser
@@ -18,11 +19,11 @@ from commands import plan as plan_command
 
 from surojax import report
 from surojax.config import flags
-from surojax.errors import Refused
-from surojax.pages import plan_page, runs
+from surojax.errors import ConfigError, Refused
+from surojax.pages import plan_page, runs, step_view
 from surojax.placement.home import HOMES
 from surojax.planner import aot
-from surojax.planner.prediction import trace
+from surojax.planner.prediction import Prediction, trace
 from surojax.planner.run_plan import Plan
 from surojax.planner.timeline import Timeline, TimelineEvent
 from surojax.run import starts
@@ -347,7 +348,118 @@ def test_values_of_a_report_are_read(browser, tmp_path, view):
     assert page.evaluate("document.documentElement.scrollWidth") <= view[0]
 
 
+@pytest.mark.parametrize(
+    "value, number",
+    [(2, 2.0), (-0.5, -0.5), (None, None), (True, None), ("1", None), (1e300, None), (-1e300, None), (9e299, 9e299)],
+)
+def test_numbers_of_a_record(value, number):
+    assert runs.number(value) == number
+
+
+def test_what_a_report_says_of_some_runs():
+    """Of one without a start, the default of a field; of one step, its speed; of three runs, their number."""
+    record = {"log": "step", "step": 1, "loss": 2.0, "tokens_per_second": 8.0}
+    bare, other = (runs.RunRecords(name, [record], []) for name in ("a", "b"))
+    set_once = dataclasses.replace(bare, name="c", starts=[{"step": 0, "settings": {"seed": 7, "gone": 1}}])
+    assert bare.setting("seed") == "-" and set_once.setting("seed") == "7"
+    assert set_once.setting("num_epochs") == "1" and set_once.setting("nothing") == "-"
+    assert bare.speeds() == [(1, 8.0)]
+    rows = runs.settings_rows([set_once, bare, dataclasses.replace(set_once, name="d")])
+    assert [(row["name"], row["differs"]) for row in rows] == [("seed", True), ("gone", True)]
+    for found, title in (([bare, other], "a and b"), ([bare, other, set_once], "3 runs")):
+        assert f"<title>{title}</title>" in runs.page(found, None, "surojax report")
+
+
+@pytest.mark.parametrize(
+    "changes, plan",
+    [
+        ({}, ("plan, 2 x h100", 3 << 30, 20.0)),
+        ({"tokens_per_s_per_gpu": None}, ("plan, 2 x h100", 3 << 30, None)),
+        ({"gpu": "none"}, "numbers that no plan has"),
+        ({"device_bytes": -1}, "numbers that no plan has"),
+        ({"gpus": True}, "numbers that no plan has"),
+        ({"gpus": "2"}, "numbers that no plan has"),
+        ({"device_bytes": 2**62}, "numbers that no plan has"),
+    ],
+)
+def test_a_plan_to_compare_with(tmp_path, changes, plan):
+    file = tmp_path / "plan.json"
+    given = {"gpu": "h100", "gpus": 2, "device_bytes": 3 << 30, "tokens_per_s_per_gpu": 10.0}
+    file.write_text(json.dumps(given | changes))
+    if isinstance(plan, str):
+        with pytest.raises(ConfigError, match=rf"^--plan: expected a file of surojax plan --json, .*{plan}.*; correct"):
+            runs.read_plan(str(file))
+    else:
+        found = runs.read_plan(str(file))
+        assert (found.name, found.device_bytes, found.tokens_per_s) == plan
+
+
+@pytest.mark.parametrize(
+    "limit, text, percents, at",
+    [
+        (None, "3.0 GiB", [33.333, 66.667], None),
+        (4 << 30, "3.0 GiB of 4.0 GiB", [25, 50], None),
+        (3 << 30, "3.0 GiB of 3.0 GiB", [33.333, 66.667], None),
+        (2 << 30, "3.0 GiB of 2.0 GiB", [33.333, 66.667], 66.667),
+    ],
+)
+def test_the_bar_of_a_memory(limit, text, percents, at):
+    """In percent of the larger of both; the limit is a mark in it only if the bar is longer."""
+    sizes = {"weights": [1 << 30, 0, 0], "grads": [2 << 30, 0, 0], "files": [0, 0, 5], "total": [3 << 30, 0, 5]}
+    bar = step_view.memory_bar("device", sizes, limit)
+    assert (bar["text"], [part["percent"] for part in bar["parts"]], bar["limit_percent"]) == (text, percents, at)
+    assert [part["name"] for part in bar["parts"]] == ["weights", "grads"]
+    shown = step_view.memory_values(sizes, {"device": limit})
+    assert [bar["name"] for bar in shown["bars"]] == ["device", "nvme"] and shown["bars"][0] == bar
+    assert shown["unit"] == "GiB" and [row["cells"][0]["text"] for row in shown["rows"]] == [
+        "1.00",
+        "2.00",
+        "-",
+        "3.00",
+    ]
+
+
+def test_what_a_step_exposes():
+    """Kinds and loops of which something is exposed; without any, that compute waits for nothing."""
+    values = lambda **fields: step_view.step_values(Prediction(**fields), ["a line"], None)
+    assert values()["times"] == ["a line"] and not values()["exposed"] and values()["timeline"] is None
+    quiet = values(predicted_step_s=1.0, exposed_s={"gather": 0.0})
+    assert quiet["times"] == ["a line", "Compute waits for no transfer."] and quiet["transfers"] == []
+    by_loop = {"forward": {"gather": 0.5, "reduce": 0.0}, "update": {"gather": 0.0, "reduce": 0.0}}
+    exposed = {"predicted_step_s": 1.0, "exposed_s": {"gather": 0.5, "reduce": 0.0}, "exposed_by_loop_s": by_loop}
+    found = values(**exposed)
+    assert found["times"] == ["a line"] and found["transfers"] == ["gather"] and found["files"] == ""
+    assert found["exposed"].keys() == {"forward", "total"} and all(
+        len(cells) == 1 for cells in found["exposed"].values()
+    )
+    assert not values(**exposed | {"predicted_step_s": None})["exposed"]
+    in_files = values(**exposed, exposed_in_files_s={"moments": 0.25})
+    assert "moments" in in_files["files"]
+
+
+@pytest.mark.parametrize(
+    "tokens, price, expected",
+    [
+        (None, None, [("1 billion tokens", "277.8 h", "222.2 to 333.3 h")]),
+        (2e9, None, [("2 billion tokens", "555.6 h", "444.4 to 666.7 h")]),
+        (
+            3.6e6,
+            0.5,
+            [("3,600,000 tokens", "1.0 h", "0.8 to 1.2 h"), ("they cost", "2.00", "1.60 to 2.40, 0.5 a GPU hour")],
+        ),
+    ],
+)
+def test_what_a_plan_costs(tokens, price, expected):
+    """At 1,000 tokens/s of 4 GPUs, and within the range of a step."""
+    p = SimpleNamespace(predicted_step_s=1.0, predicted_range_s=[0.8, 1.2], gpus=4)
+    request = plan_page.PlanRequest("x", flags.load_config("tiny"), tokens, price)
+    found = plan_page.costs(p, request, 1000.0)  # type: ignore[arg-type]
+    assert [(x["name"], x["value"], x["note"]) for x in found] == expected
+
+
 def test_a_long_run_keeps_its_extremes():
+    at_most = [(n, 1.0 * (n % 7)) for n in range(runs.POINTS)]
+    assert runs.thinned(at_most) is at_most and runs.thinned([*at_most, (9999, 1.0)]) != [*at_most, (9999, 1.0)]
     points = [(n, 100.0 if n == 4321 else -9.0 if n == 77 else 1.0) for n in range(1, 50_001)]
     found = runs.thinned(points)
     assert len(found) <= 2 * runs.POINTS and {(4321, 100.0), (77, -9.0)} <= set(found)
