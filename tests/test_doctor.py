@@ -91,6 +91,16 @@ def test_what_to_leave_off_are_fields_with_values_that_they_may_have():
         ({}, "Unsupported: mosaic", "most likely flash attention, which may be at fault"),  # not in use: not blamed
         ({}, "RESOURCE_EXHAUSTED: 3 GiB", "out of memory: XLA_PYTHON_CLIENT_MEM_FRACTION=0.95"),
         (
+            {"attention": "xla", "xla_options": "default", "offload_grads": True},
+            "INTERNAL: something",
+            "most likely gradients in host memory or files, which may be at fault",
+        ),
+        (  # one that --safe leaves off is tried first
+            {"attention": "xla", "offload_grads": True, "offload_weights": True},
+            "INTERNAL: something",
+            "most likely XLA's options that overlap copies with products, which may be at fault",
+        ),
+        (
             {"attention": "xla", "xla_options": "default"},
             "mosaic",
             "none of the options that can be left off is in use",

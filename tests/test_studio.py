@@ -22,14 +22,15 @@ from test_huggingface import write
 
 from surojax import studio as command
 from surojax.config import flags
-from surojax.config.fields import FIELDS, flat
-from surojax.errors import Refused
+from surojax.config.fields import FIELDS, default_config, flat
+from surojax.errors import ConfigError, Refused
 from surojax.pages import studio_page
 from surojax.pages.template import fill
 from surojax.planner import aot, candidate
 from surojax.planner.drives import disks
 from surojax.planner.gpus import with_nodes
 from surojax.planner.run_plan import checked, plan
+from surojax.sizes import MOST_GPUS
 
 TINY = {"model": "tiny", "gpu": "rtx4090", "gpus": "2", "offload_master": "true", "zero_level": "2"}
 needs_compiler = pytest.mark.skipif(not aot.available(), reason=f"no compiler for GPUs here: {aot.EXTRA}")
@@ -173,6 +174,43 @@ def test_settings_that_contradict_a_model_are_refused(serve, tmp_path):
         c, _ = flags.parse_flags(words, argparse.ArgumentParser())
         question = studio_page.question(asked | {"weight_decay": "0.5", "method": method})
         assert flat(question.config) == flat(c)  # with the learning rate of adapters
+
+
+def test_what_a_query_leaves_out():
+    asked = {"model": "tiny", "gpu": "rtx4090"}
+    found = studio_page.question(asked | {"gpus": "", "sequence_len": " ", "disk": " ", "method": ""})
+    assert (found.given.gpus, found.given.sequence_len) == (1, flags.load_config("tiny").sequence_len)
+    assert (found.disk, found.host, found.files, found.space().limits.files) == (None, None, None, 0)
+    assert found.machine_command("fit").endswith(" --gpu rtx4090")
+    assert studio_page.question(asked | {"gpus": str(MOST_GPUS)}).given.gpus == MOST_GPUS
+    with pytest.raises(ConfigError, match=r"^gpus: expected at most 131,072, got 131073; correct it"):
+        studio_page.question(asked | {"gpus": str(MOST_GPUS + 1)})
+    rates = [
+        studio_page.question(asked | {"model": "a/b", "lora": lora}).given.learning_rate for lora in ("true", "false")
+    ]
+    assert rates == [2e-4, 2e-5]  # those of configs/finetune.py
+    large = studio_page.answer_estimate(studio_page.question(asked | {"model": "llama7b"}))
+    assert re.fullmatch(r"It does not fit, by estimate: .* too much", large["said"]) and not large["fits"]
+
+
+@pytest.mark.parametrize(
+    "method, before, on",
+    [
+        ("full", {"lora": True, "qlora_bnb": True}, set()),
+        ("lora", {"qlora_fp8": True}, {"lora"}),
+        ("qlora", {}, {"lora", "qlora_bnb"}),
+        ("qlora", {"qlora_fp8": True}, {"lora", "qlora_fp8"}),
+    ],
+)
+def test_methods(method, before, on):
+    """A base that is quantised stays as it is, and only adapters have one."""
+    c = default_config()
+    c.update(before)
+    studio_page.set_method(c, method)
+    assert {name for name in ("lora", "qlora_bnb", "qlora_fp8", "qlora_fp4", "qlora_mxfp4") if c[name]} == on
+    assert [*studio_page.METHODS] == ["full", "lora", "qlora"]
+    with pytest.raises(ConfigError, match=r"^method: expected one of full, lora, qlora, got 'dora'; choose one"):
+        studio_page.set_method(c, "dora")
 
 
 def test_a_mistake_of_ours_is_said_and_the_page_stays(serve, monkeypatch, capsys):

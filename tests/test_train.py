@@ -37,6 +37,7 @@ from surojax.assembly.from_config import architecture, from_config
 from surojax.cluster.early import OTHERS, STOPPED
 from surojax.config import flags
 from surojax.config.checks import restored_config
+from surojax.config.fields import default_config
 from surojax.data.tokenizer import ByteTokenizer
 from surojax.inference import prompts
 from surojax.inference.trained_model import load_trained
@@ -785,6 +786,56 @@ def test_where_to_resume_from_is_checked(whole, config, tmp_path):
         with pytest.raises(ConfigError, match=f"resume_from_checkpoint: {message}"):
             train(changed(config, resume_from_checkpoint=wanted))
     assert contents(tmp_path / "run") == before
+
+
+def test_a_run_that_began_elsewhere_goes_on_from_its_own_checkpoint(tmp_path, monkeypatch):
+    """The same command goes on from the newest one; another start than its own is refused."""
+    own, other = tmp_path / "run/checkpoints/9", tmp_path / "other/checkpoints/6"
+    for path in (own, other):
+        (path / "meta").mkdir(parents=True)
+    said = {"resume_from_checkpoint": str(other)}
+    monkeypatch.setattr(on_disk, "read_meta_of_run", lambda path: {"config": said})
+    monkeypatch.setattr(resume, "check_same", lambda *_: None)
+
+    def found(wanted) -> Path | None:
+        c = default_config()
+        c.resume_from_checkpoint = str(wanted)
+        return resume.find_resume(c, tmp_path / "run", {}, 1)
+
+    assert found(other) == found("auto") == found(own) == found(own.parents[1]) == own
+    said["resume_from_checkpoint"] = "auto"
+    assert found(own) == own
+    with pytest.raises(ConfigError, match=r"expected .*/run/checkpoints/9, the newest in output_dir, got .*/6; move"):
+        found(other)
+    shutil.rmtree(own)
+    assert found(other) == found(other.parent) == other and found("auto") is None and found("no") is None
+
+
+def test_what_a_run_on_a_gpu_says_of_itself(config, capsys):
+    """In place of one: memory of the host apart, which a CPU's has in it, and how documents are kept apart."""
+    c = changed(config, sample_packing=True, offload_optimizer=True)
+    run = from_config(c, make_mesh(jax.devices()[:1]), total_steps=1)
+    for platform, kind in (("gpu", "NVIDIA H100 80GB HBM3"), ("cpu", "cpu")):
+        training_report.describe_run(
+            c, run, [SimpleNamespace(platform=platform, device_kind=kind)], {"weights": 3 << 30}
+        )
+        lines = capsys.readouterr().out.splitlines()
+        assert lines[0].endswith(f" on 1 x {kind}") and any(
+            line.startswith("memory per device: 3.00 GiB") for line in lines
+        )
+        of_gpu = [line for line in lines if line.startswith("host memory per device: ") or "documents" in line]
+        assert len(of_gpu) == (2 if platform == "gpu" else 0), lines
+
+
+@pytest.mark.parametrize(
+    "platform, stats, peak",
+    [("gpu", {"peak_bytes_in_use": 5}, 5), ("gpu", None, None), ("gpu", {}, None), ("cpu", {}, None)],
+)
+def test_the_peak_of_a_device(platform, stats, peak):
+    device = SimpleNamespace(
+        platform=platform, memory_stats=lambda: stats if platform == "gpu" else pytest.fail("asked")
+    )
+    assert training_report.peak_bytes(device) == peak
 
 
 def test_a_damaged_checkpoint_stops_the_run_and_the_older_one_continues_it(whole, config, tmp_path, capsys):
