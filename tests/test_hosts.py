@@ -540,3 +540,48 @@ def test_what_the_processes_of_a_run_have_in_common(tmp_path):
     for name, reason in (("pipe", "a pipe or a device"), ("", "directory"), ("\0", "null")):
         with pytest.raises(ConfigError, match=f"^--secret_file: expected a file to read, got: .*{reason}"):
             key_of(flags, {}, str(tmp_path / name))
+
+
+@pytest.mark.parametrize(
+    "missing, others, said",
+    [
+        ([3], {}, "processes: expected 20, got 19; process 3 did not come: see"),
+        ([*range(1, 9)], {}, "got 12; process 1, 2, 3, 4, 5, 6, 7, 8 did not come: see"),
+        ([*range(1, 10)], {}, "got 11; process 1, 2, 3, 4, 5, 6, 7, 8 ... did not come: see"),
+        (
+            [3, 4],
+            {4: "b", 5: "c"},
+            "--secret_file: expected the same secret in all 20 processes, got another one in pr",
+        ),
+        ([3, 4], {4: "b", 5: "c"}, "in process 4 on b; give all the same file"),
+    ],
+)
+def test_who_did_not_come(missing, others, said):
+    assert said in rendezvous._missing(missing, 20, others)
+
+
+def test_a_line_is_received_whole_in_time_and_within_its_limit():
+    soon = time.monotonic() + 5
+    for sent, limit, until, error in [
+        (b"1234\n", 5, soon, None),
+        (b"1234\n", 4, soon, ValueError),
+        (b"", 9, soon, ValueError),
+        (None, 9, time.monotonic() - 1, TimeoutError),
+    ]:
+        ours, theirs = socket.socketpair()
+        with ours, theirs:
+            if sent is not None:
+                theirs.sendall(sent)
+                theirs.shutdown(socket.SHUT_WR)
+            if error is None:
+                assert rendezvous._receive(ours, limit, until) == sent
+            else:
+                with pytest.raises(error):
+                    rendezvous._receive(ours, limit, until)
+
+
+def test_names_of_hosts():
+    rendezvous._check_host("a" * 255)
+    for name in ("a" * 256, "a\nb"):
+        with pytest.raises(ValueError, match=rendezvous.FOREIGN):
+            rendezvous._check_host(name)

@@ -362,6 +362,41 @@ def test_with_fewer_processes_a_step_has_the_same_samples(tmp_path, capfd):
             launch.accumulation(other)
 
 
+class Left(BaseException):
+    """In place of the end of the process."""
+
+
+@pytest.mark.parametrize(
+    "error, message, code",
+    [
+        (SystemExit("no room"), "no room", 1),
+        (SystemExit(3), "exit code 3", 3),
+        (Refused("a field"), "a field", REFUSED),
+        (KeyError("x"), "KeyError: 'x'", 1),
+        (RuntimeError("a\n  b" + "c" * 400), "RuntimeError: a b" + "c" * 383, 1),
+        (SystemExit(STOPPED), None, STOPPED),
+        (SystemExit(0), None, 0),
+        (SystemExit(), None, None),
+    ],
+    ids=str,
+)
+def test_one_process_that_ends_tells_the_others(monkeypatch, capfd, error, message, code):
+    """The message and the exit code; the codes of a run that has not failed alone are waited with."""
+    told, finished = [], []
+
+    def leave_with(*said):
+        told.append(said)
+        raise Left
+
+    monkeypatch.setattr(watch, "_leave_with", leave_with)
+    of_processes = types.SimpleNamespace(finish=lambda: finished.append(1))
+    with pytest.raises((SystemExit, Left)) as end, watch.failing_together(of_processes):  # pyright: ignore[reportArgumentType]
+        raise error
+    assert told == ([] if message is None else [(of_processes, message, code)])
+    assert len(finished) == (message is None) and (message is not None or end.value.code == code)
+    assert ("Traceback" in capfd.readouterr().err) == (not isinstance(error, SystemExit))
+
+
 class Groups:
     """In place of `ProcessGroup`: groups that fail, but for the last one."""
 

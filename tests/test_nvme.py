@@ -921,3 +921,14 @@ def test_killed_within_updates_it_ends_with_the_losses_of_a_run_in_memory(tmp_pa
     goes_on = f"continuing from {found.name}" if found else "there is no checkpoint, so this starts anew"
     assert f"the last run ended within the update of step {last['step']}, what it left is not used: {goes_on}" in text
     assert records(killed / "run") == records(whole / "run")
+
+
+def test_bytes_are_read_in_their_unit():
+    sizes = {
+        2**30: "1.00 GiB",
+        2**30 - 1: "1,024.00 MiB",
+        2**20: "1.00 MiB",
+        2**20 - 1: "1,024.00 KiB",
+        512: "0.50 KiB",
+    }
+    assert {size: layer_file.readable_bytes(size) for size in sizes} == sizes
