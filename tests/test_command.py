@@ -12,6 +12,7 @@ import subprocess
 import sys
 import zipfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -241,6 +242,30 @@ def test_a_new_config(tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize(
+    "words, left",
+    [
+        (["--model", "tiny"], ["tokenizer"]),  # which reads Python's own source
+        (["--model", "llama125m"], ["data", "tokenizer"]),
+        (["--model", "llama125m", "--data", "a.txt"], ["tokenizer"]),
+        (["--model", "a/b"], ["data"]),  # which has a tokenizer
+    ],
+)
+def test_what_is_left_to_do_with_a_new_config(words, left, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    need = SimpleNamespace(device=3 << 30, host=1 << 30)
+    found = SimpleNamespace(change={"zero_level": 2}, need=need, seconds=0.5)
+    monkeypatch.setattr(new, "fastest_estimated", lambda c, gpu, host_memory: found)
+    new.main(["mine", "--gpu", "4060", *words])
+    written, *lines = capsys.readouterr().out.splitlines()
+    assert written == "written: mine.py; surojax train --config mine.py"
+    said = {"data": f"  set data in it: {new.DATA!r} stands for it"}
+    said["tokenizer"] = "  add c.tokenizer to it, unless the model is to read bytes"
+    assert lines == [said[name] for name in left]
+    text = Path("mine.py").read_text()
+    assert "3.0 GiB on each GPU and 1.0 GiB of host memory, 0.5 s a step." in text and "c.zero_level = 2" in text
+
+
+@pytest.mark.parametrize(
     "words, said",
     [
         (["mine", "--model", "llama125", "--gpu", "4060"], "did you mean llama125m?"),
@@ -249,6 +274,10 @@ def test_a_new_config(tmp_path, monkeypatch, capsys):
         (["there", "--model", "tiny", "--gpu", "4060"], "NAME: expected a new file, got 'there.py', which exists"),
         (["mine", "--model", "tiny", "--gpu", "none"], "--gpu: expected a GPU whose facts are known, got 'none'"),
         (["mine", "--model", "tiny", "--gpu", "4060", "--gpus", "0"], "--gpus: expected 1 to 131,072, got 0"),
+        (
+            ["mine", "--model", "tiny", "--gpu", "4060", "--host-memory", "0"],
+            "--host-memory: expected GiB, more than 0",
+        ),
         (["mine", "--model", "tiny"], "the following arguments are required: --gpu; see --help"),
         (["mine", "--model", "no/such", "--gpu", "4060"], "model_path: expected a"),
     ],

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -175,6 +176,33 @@ def test_rollouts_have_the_log_probabilities_of_training_and_are_rows(tmp_path):
         )
     with pytest.raises(ConfigError, match="expected a new file, got one that exists"):
         generate.write_rollouts(trained, ["ab"], file, **options)
+
+
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        ("--rollouts r --samples 0", "--samples: expected 1 to .* of 1 token or more, got 0 of 200 tokens; correct it"),
+        ("--rollouts r --max-tokens 0", "--samples: expected 1 to .*, got .* of 0 tokens; correct it"),
+        ("--rollouts r --routed-experts", "--routed-experts: expected a model with experts, got one without any"),
+    ],
+)
+def test_options_of_the_command_that_do_not_go_together(monkeypatch, words, said):
+    model = SimpleNamespace(segments=[SimpleNamespace(choices=0)])
+    monkeypatch.setattr(generate, "load_trained", lambda *_: (model, {}, ByteTokenizer()))
+    with pytest.raises(SystemExit, match=said):
+        generate.main(["--checkpoint", "x", "--prompt", "y", *words.split()])
+
+
+@pytest.mark.parametrize("words, printed", [([], "one: 1\n---\ntwo: 2\n"), (["--chat"], " 1\n---\n 2\n")])
+def test_what_the_command_prints(monkeypatch, capsys, words, printed):
+    """Each prompt with its continuation, or the answers alone."""
+    tokenizer = ByteTokenizer()
+    answers = [tokenizer.encode(" 1"), tokenizer.encode(" 2")]
+    monkeypatch.setattr(generate, "load_trained", lambda *_: (None, {}, tokenizer))
+    monkeypatch.setattr(generate, "message_ids", lambda trained, prompt, system: tokenizer.encode(prompt))
+    monkeypatch.setattr(generate, "generate_batch", lambda model, weights, ids, **options: answers[: len(ids)])
+    generate.main(["--checkpoint", "x", "--prompt", "one:", "--prompt", "two:", *words])
+    assert capsys.readouterr().out == printed
 
 
 def test_command_explains_a_missing_checkpoint(capsys):
