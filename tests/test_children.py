@@ -1,5 +1,6 @@
 """Child processes import what this process does, and nothing from the folder that the user stands in."""
 
+import os
 import re
 import subprocess
 import sys
@@ -95,3 +96,29 @@ def test_printed_commands_are_verbs():
     docs = {p.name for p in (PACKAGE.parent / "docs").rglob("*.*") if p.suffix in (".md", ".yaml", ".sbatch")
             and p.parent.name != "log" and p.stem != "getting-started" and printed.search(p.read_text())}  # fmt: skip
     assert not docs
+
+
+def test_another_interpreter_has_an_import_path_of_its_own():
+    other, _, code, argument = python_command("print(1)", "x", python="/a/python")
+    assert (other, argument) == ("/a/python", "x") and code.startswith(
+        "import sys; sys.path[:] = [x for x in sys.path if"
+    )
+    ours, _, code, _ = python_command("print(1)", "x")
+    assert ours == sys.executable and code.endswith("\nprint(1)") and "for x in" not in code
+    assert python_command("print(1)", "x", bare=True) == [sys.executable, "-I", "-S", "-c", "print(1)", "x"]
+
+
+def test_a_process_that_was_forked_has_a_child_of_its_own(monkeypatch):
+    """And leaves that of its parent alone."""
+    assert limited.map_in_child("json", "loads", (), ["1", "[2]"]) == [1, [2]]
+    of_parent = limited._child
+    monkeypatch.setattr(os, "getpid", lambda: of_parent.owner + 1)
+    assert limited.map_in_child("json", "loads", (), ["3"]) == [3] and limited._child is not of_parent
+    limited._stop()
+    limited._child = of_parent
+    limited._stop()
+    assert limited._child is None and of_parent.process.poll() is None
+    monkeypatch.undo()
+    limited._child = of_parent
+    limited._stop()
+    assert of_parent.process.poll() is not None
