@@ -131,6 +131,18 @@ def event(kind: str, step: int, stop=None, **metrics) -> Event:
     return Event(kind, step, 9, metrics, "", None, lambda: None, stop or (lambda reason: None))  # type: ignore[arg-type]
 
 
+def test_the_first_callback_that_stops_is_the_reason():
+    """Each is told of every event, in numbers; early stopping of its own data set alone."""
+    events: list[Event] = []
+    early = EarlyStopping(1, name="first")
+    calls = Callbacks([events.append, early, lambda event: event.stop("a"), lambda event: event.stop("b")], 9)
+    for name, loss in (("first", 2.0), ("other", 3.0)):
+        calls.tell({"log": "eval", "step": 3, "loss": loss, "name": name, "over": "6 pairs"}, lambda: None)  # type: ignore[arg-type]
+    assert calls.stopped_by == "a" and early.waited == 0
+    told = [(e.kind, e.step, e.total_steps, dict(e.metrics), e.name) for e in events]
+    assert told == [("eval", 3, 9, {"loss": loss}, name) for name, loss in (("first", 2.0), ("other", 3.0))]
+
+
 def test_early_stopping_waits_for_its_patience():
     reasons: list[str] = []
     early = EarlyStopping(2, min_change=0.1)

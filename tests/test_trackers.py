@@ -165,6 +165,33 @@ def points(first: int, last: int) -> list[tuple[int, float]]:
     return [(step, 1.0 / step) for step in range(first, last + 1)]
 
 
+def test_variables_of_trackers_count(monkeypatch, tmp_path):
+    """For a new run; one that goes on is found by its id."""
+    asked = []
+
+    def init(**how):
+        asked.append({name: how[name] for name in ("project", "name", "id")})
+        return types.SimpleNamespace(url="https://wandb/x", define_metric=lambda *_, **__: None)
+
+    client = types.SimpleNamespace(
+        get_experiment_by_name=lambda name: asked.append(name) or None,
+        create_experiment=lambda name: asked.append(name) or "7",
+        create_run=lambda id_, run_name: types.SimpleNamespace(info=types.SimpleNamespace(run_id=f"{run_name} {id_}")),
+        log_batch=lambda *_, **__: None,
+    )
+    mlflow = types.SimpleNamespace(MlflowClient=lambda: client, entities=None, get_tracking_uri=lambda: "uri")
+    monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=init))
+    monkeypatch.setitem(sys.modules, "mlflow", mlflow)
+    for name, value in {"WANDB_PROJECT": "p", "WANDB_NAME": "n", "MLFLOW_EXPERIMENT_NAME": "e"}.items():
+        monkeypatch.setenv(name, value)
+    record = trackers.Record(tmp_path / "run", 0, {}, "the id")
+    found = trackers.WeightsAndBiases(record)
+    assert asked == [{"project": "p", "name": "n", "id": "the id"}] and found.where.endswith(": https://wandb/x")
+    asked.clear()
+    found = trackers.MLflow(record._replace(id=""))
+    assert asked == ["e", "e"] and found.id == "run 7"
+
+
 def test_a_resumed_run_continues_its_record_and_a_new_one_begins_another(fake, tmp_path):
     name, server = fake
     (line,) = report(tmp_path, name, 1, 150).where
