@@ -259,3 +259,11 @@ def test_impossible_combinations_are_refused_with_the_fix():
     with pytest.raises(ConfigError, match="fewer than the 3 layers, got 3; leave it out with offload_weights=False"):
         Small(offload_weights=True, resident_layers=3)
     assert placement.place(placement.Storage(offload_grads=True), num_shards=1).grads.home == HOST
+
+
+def test_a_layer_is_written_in_the_dtype_of_its_stack():
+    stack = jnp.zeros((3, 2), jnp.bfloat16)
+    for l, row in ((1, 1), (7, 2), (-1, 0)):  # or the layer nearest to it
+        found = jax.jit(offload.write_layer)(stack, jnp.array([1.0, 1 + 2**-9], jnp.float32), l)
+        assert found.dtype == jnp.bfloat16
+        np.testing.assert_array_equal(found, np.eye(3)[:, [row, row]])
