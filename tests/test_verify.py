@@ -21,6 +21,7 @@ from surojax.objectives.objectives import OBJECTIVES
 from surojax.placement.mesh import abstract_mesh, data_parallel
 from surojax.placement.table import Storage
 from surojax.refusals.features import RECOMPUTE_PARTS
+from surojax.refused_early import refuse_early
 from surojax.verification import bounds as bounds_of, rows as rows_of, settings as settings_of, training
 from surojax.verification.bounds import judge
 from surojax.verification.row_batches import make_batches
@@ -529,6 +530,9 @@ def test_the_list_of_rows(capsys):
     assert listed() == LISTED.read_text().splitlines() and len(listed()) == len(SETTINGS)
     some = listed("--only=qlora,zero_level=3@*")
     assert [line.split()[0] for line in some] == ["zero_level=3@4", "zero_level=3@8", "qlora"]
+    refuse_early("verify", ["--list", "--only", "plain"])  # needs no config
+    with pytest.raises(ConfigError, match=r"^no config given"):
+        refuse_early("verify", ["--only", "plain"])
     (own,) = listed("--only=as*", "--config=tiny", "--gpus=2", "--offload_grads")
     assert own.split() == [OWN, "plain", "order", "2", "offload_grads=True"]
 
