@@ -110,7 +110,10 @@ def test_what_to_leave_off_are_fields_with_values_that_they_may_have():
 def test_an_error_names_the_option_in_use_that_is_likely_at_fault(changes, message, begins):
     c = default_config()
     c.update(changes)
-    assert options.advice(c, message).startswith(begins)
+    found = options.advice(c, message)
+    assert found.startswith(begins)
+    if c.offload_grads and c.offload_weights:
+        assert "--config.kernels" not in found and "offload" not in found.partition("; --safe")[0]
 
 
 def test_only_errors_of_xla_on_a_gpu_end_with_that_line():

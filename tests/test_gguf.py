@@ -276,6 +276,12 @@ def test_positions_that_are_stretched_by_no_number_are_refused(tmp_path, said, g
         opened(path)
 
 
+def test_a_kind_of_stretched_positions_that_is_not_computed(tmp_path):
+    path = write_file(tmp_path / "x.gguf", "llama", metadata={"rope.scaling.type": "longrope"})
+    with pytest.raises(ConfigError, match=r"rope_type: expected default, linear, .*, got 'longrope'"):
+        opened(path)
+
+
 # How llama.cpp splits SPLIT before merges, by the name of the rule: contractions in capitals, digits, a letter behind a
 # bracket, ends of lines, a capital within a word, a vowel sign behind a letter, a slash behind a bracket, and a kanji
 # behind a letter tell the rules apart.

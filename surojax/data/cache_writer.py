@@ -82,7 +82,7 @@ def write_entry(
     without = _LeftOut(on_bad_row)
     items = without.others(source.items(fraction > 0))
     marked = hold_out(items, fraction, encoder.split) if fraction else ((item, False) for item in items)
-    numbers = [0, 0] if fraction else [0]  # of items, to train on and to evaluate on
+    numbers = [0, 0] if fraction else [0]  # of units, to train on and to evaluate on
     with _Parts(folder, vocab_size, name=source.name, holds_out=bool(fraction), source_bytes=source_bytes) as parts:
         for group, encoded in _in_threads(_groups(marked, encoder), encoder):
             good: list[tuple[_Marked, Example]] = []
@@ -93,7 +93,7 @@ def write_entry(
                     good.append((unit, example))
             for is_held_out in range(len(numbers)):
                 of_part = [x for x in good if x[0].is_held_out == is_held_out]
-                numbers[is_held_out] += sum(marked.unit.is_last for marked, _ in of_part)
+                numbers[is_held_out] += len(of_part)
                 parts.append(bool(is_held_out), of_part, encoder.is_text)
             parts.bytes_read += sum(member.unit.num_bytes for member in group)
         parts_meta = parts.finish()
