@@ -5,6 +5,7 @@ notice a row that is missing.
 """
 
 import json
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,7 @@ from surojax.exchange.beside import tensors_beside
 from surojax.exchange.huggingface import model_fields
 from surojax.exchange.model_tensors import SINGLE, Weights
 from surojax.exchange.naming import Naming, is_no_part
-from surojax.families import registry
+from surojax.families import registry, rope_keys
 from surojax.families.registry import FAMILIES
 from surojax.models.lora import Lora
 
@@ -699,3 +700,32 @@ def test_a_rotary_embedding_that_a_config_leaves_out_is_written_as_that_of_its_c
         assert model_fields(out) == model_fields(given)
         of_class = FAMILIES[family].defaults.get("rope_parameters", {})
         assert out.get("rope_parameters", of_class).items() >= of_class.items()
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+GIVEN = {"model_type": "llama", "rope_theta": 1e4, "max_position_embeddings": 256}
+
+
+@pytest.mark.parametrize(
+    "rope, magnitude",
+    [
+        ({}, 0.0),
+        ({"mscale": 1.0}, 0.0),
+        ({"mscale_all_dim": 1.0}, 0.0),
+        ({"mscale": 1.0, "mscale_all_dim": 1.0}, 1.0),
+        ({"mscale": 1.0, "mscale_all_dim": 0.5}, (0.1 * math.log(4) + 1) / (0.05 * math.log(4) + 1)),
+        ({"mscale": 1.0, "mscale_all_dim": 0.5, "attention_factor": 1.5}, 1.5),
+        ({"attention_factor": 0.1 * math.log(4) + 1}, 0.0),  # which the factor implies
+        ({"factor": None, "mscale": 1.0, "mscale_all_dim": 1.0}, 1.0),  # of the lengths, 256 / 64
+    ],
+)
+def test_the_magnitude_of_yarn(rope, magnitude):
+    """As `_compute_yarn_parameters` of transformers has it; 0: what the factor implies."""
+    fields = rope_keys.rope_fields(GIVEN, YARN | rope)
+    assert fields["rope_attention_factor"] == pytest.approx(magnitude) and fields["rope_factor"] == 4
+
+
+def test_yarn_without_a_factor():
+    given = GIVEN | {"max_position_embeddings": None}
+    with pytest.raises(ConfigError, match=r"rope_type yarn: expected .*'factor'"):
+        rope_keys.rope_fields(given, YARN | {"factor": None, "mscale": 1.0, "mscale_all_dim": 1.0})
