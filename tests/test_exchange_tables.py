@@ -729,3 +729,15 @@ def test_yarn_without_a_factor():
     given = GIVEN | {"max_position_embeddings": None}
     with pytest.raises(ConfigError, match=r"rope_type yarn: expected .*'factor'"):
         rope_keys.rope_fields(given, YARN | {"factor": None, "mscale": 1.0, "mscale_all_dim": 1.0})
+
+
+def test_modules_of_experts():
+    """Those of transformers 5, by which PEFT names adapters; files may have other names (Mixtral)."""
+    found = {name: family.expert_files.module for name, family in FAMILIES.items()}
+    assert {name: module for name, module in found.items() if module != "mlp.experts"} == {
+        "gemma4_text": "experts",
+        "granitemoe": "block_sparse_moe.experts",
+        "granitemoehybrid": "block_sparse_moe.experts",
+        "lfm2_moe": "feed_forward.experts",
+        "nemotron_h": "mixer.experts",
+    }
