@@ -261,8 +261,8 @@ def test_positions_are_stretched_as_the_file_says(tmp_path, said, expected):
 @pytest.mark.parametrize(
     "said, got",
     [
-        ({"type": "yarn"}, "yarn, got None"),
-        ({"type": "yarn", "original_context_length": 64}, "yarn, got None"),  # llama.cpp does not divide the lengths
+        ({"type": "yarn"}, "yarn, got 0"),
+        ({"type": "yarn", "original_context_length": 64}, "yarn, got 0"),  # llama.cpp does not divide the lengths
         ({"type": "linear", "factor": 0.0}, "linear, got 0.0"),
         ({"factor": -2.0}, "linear, got -2.0"),
         ({"factor": "2"}, "linear, got '2'"),

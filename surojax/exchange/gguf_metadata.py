@@ -219,7 +219,7 @@ def _rope_scaling(
     kind = given.get(SCALING_TYPE, "linear" if is_scaled else "none")  # as llama.cpp takes a factor without a type
     if kind == "none":
         return None
-    factor = given.get("rope.scaling.factor")
+    factor = given.get("rope.scaling.factor", 0)
     if kind in ("linear", "yarn") and not (type(factor) in (int, float) and factor > 0):
         raise ConfigError(
             f"model_path: {contents.path}: rope.scaling.factor: expected a number above 0 with {SCALING_TYPE} {kind}, "
