@@ -9,6 +9,7 @@ import math
 import shlex
 import types
 from pathlib import Path
+from typing import Any
 
 import jax
 import pytest
@@ -1025,3 +1026,110 @@ def test_what_the_backward_pass_computes_again_grows_from_nothing_to_a_block():
         assert [parts for parts in on if parts in grows] == grows
         sampled = [any(kind.items() <= change.items() for kind in choices.SAMPLED) for change in found]
         assert [parts for parts, is_sampled in zip(on, sampled, strict=True) if is_sampled] == [grows[1], grows[-1]]
+
+
+# -- What fit prints ---------------------------------------------------------------------------------------------------
+
+
+def trial(change: dict[str, Any], seconds: float = 0.5, *, plan: Any = None, host: float = 0, files: float = 0) -> Any:
+    """In place of a row: 1,000 tokens in this time, which 3 GiB of each GPU hold."""
+    need = types.SimpleNamespace(device=3 * GiB, host=host * GiB, files=files * GiB)
+    estimate = types.SimpleNamespace(seconds=1.1 * seconds, need=need)
+    values = {"tokens": 1000, "seconds": seconds, "estimate": estimate, "need": need, "plan": plan, "change": change}
+    return types.SimpleNamespace(**values, config=default_config(), fits=True)
+
+
+def found_by_fit(*rows: Any, **fields: Any) -> Any:
+    found = types.SimpleNamespace(sampled=[], not_tried={})
+    others = {"refused": "", "as_given": None, "refuted": [], "larger": {}, "left_out": {}, "disks": "the disks"}
+    return types.SimpleNamespace(**{"gpu": "h100", "gpus": 2, "rows": rows, "found": found} | others | fields)
+
+
+@pytest.mark.parametrize(
+    "fields, said",
+    [
+        ({}, "the settings as given do not fit"),
+        ({"refused": "a: b"}, "the settings as given cannot run: a: b"),
+        ({"as_given": trial({})}, ", as given"),
+        (
+            {"as_given": types.SimpleNamespace(fits=False)},
+            "the settings as given fit by estimate only, not as compiled",
+        ),
+        ({"refuted": [1, 2]}, "2 more fit by estimate only, not as compiled"),
+        ({"larger": {64: 2000.0}}, "1,818 now,\n  with steps of 64 sequences 2,000 (1.1 x); --effective-batch 64"),
+        (
+            {"left_out": {"fp8": 0.275}},
+            "left out since they change numbers: fp8 (50% faster by estimate);\n  --allow fp8",
+        ),
+        (
+            {"found": types.SimpleNamespace(sampled=[], not_tried={"tp_size": "a reason"})},
+            "tp_size was not tried: a reason",
+        ),
+        (
+            {
+                "found": types.SimpleNamespace(
+                    sampled=[
+                        (dict.fromkeys(command.AXES, 1), 2.0),
+                        (dict.fromkeys(command.AXES, 1) | {"tp_size": 2}, 3.0),
+                    ],
+                    not_tried={},
+                )
+            },
+            "of the fastest of a few settings of each: none 1.00, tp_size=2 1.50",
+        ),
+    ],
+)
+def test_what_fit_says_of_a_search(fields, said):
+    table = command.result_table(found_by_fit(trial({"zero_level": 3}), trial({"zero_level": 1}, 1.0), **fields))
+    assert said in table and "ESTIMATE from shapes: no compiler" in table
+    one, other = (line.split() for line in table.splitlines() if line[:4].strip() in ("1", "2"))
+    assert one[:7] == ["1", "2,000", "4,000", "500", "550", "3.0", "3.0"] and other[:3] == ["2", "1,000", "2,000"]
+    assert "\n1:\n    --config.zero_level=3" in table
+    if said != ", as given":
+        assert ", as given" not in table
+    assert "nothing fits without files" not in table
+
+
+def test_what_fit_says_of_rows_with_files_and_without_changes():
+    plan = types.SimpleNamespace(experts="of experts", predicted_step_s=1.0, exposed_s={"gather": 0.5}, gpus_per_node=2)
+    plan.nvme_write_bytes, plan.drive_tbw = 1e9, 600
+    table = command.result_table(found_by_fit(trial({}, plan=plan, files=2), as_given=trial({})), top=1)
+    assert "\n1: as given" in table and ", as given" not in table and "ESTIMATE" not in table
+    assert "of the first row: of experts" in table and "nothing fits without files; disks: the disks\n" in table
+    assert "gather 50%" in table
+
+
+@pytest.mark.parametrize(
+    "plan, said",
+    [
+        (None, "-"),
+        ({"predicted_step_s": None, "exposed_s": {"gather": 1.0}}, "-"),
+        ({"predicted_step_s": 1.0, "exposed_s": {}}, "-"),
+        ({"predicted_step_s": 1.0, "exposed_s": {"gather": 0.05, "reduce": 0.01}}, "gather 5%"),
+        ({"predicted_step_s": 1.0, "exposed_s": {"gather": 0.01, "reduce": 0.049}}, "compute"),
+    ],
+)
+def test_what_compute_waits_for(plan, said):
+    assert command.waits_for(trial({}, plan=plan and types.SimpleNamespace(**plan))) == said
+
+
+def test_what_a_written_config_says_of_itself():
+    """Of a row that was compiled or not, with host memory or none, and with more than JAX takes of a GPU by itself."""
+    text = lambda row: command.row_docstring(row, found_by_fit(row), "tiny", Path("best.py"))
+    assert "Needs 3.0 GiB on each GPU; estimated 500 ms a step, 2,000 tokens/s per GPU." in text(trial({}))
+    planned = trial({}, plan=types.SimpleNamespace(predicted_step_s=0.5), host=2)
+    assert "Needs 3.0 GiB on each GPU and 2.0 GiB of host memory; predicted 500 ms a step" in text(planned)
+    pool = footprint.DEFAULT_POOL * GPUS["h100"].memory_bytes
+    for device, is_said in ((pool, False), (pool + 1, True)):
+        planned.need.device = device
+        assert (f"Set {footprint.POOL_SETTING} in the environment" in text(planned)) == is_said
+
+
+def test_words_that_fit_does_not_know():
+    assert command.words("--keep", " b, a,,b ", "abc") == ("b", "a")
+    for known, expected in (
+        ("abcdefghi", "a, b, c, d, e, f, g, h, i"),
+        ("abcdefghij", "fields of the config, see --h"),
+    ):
+        with pytest.raises(ConfigError, match=rf"^--keep: expected {expected}"):
+            command.words("--keep", "zzz", known)
