@@ -5,6 +5,7 @@ the papers; gradients are `jax.grad` of the plain model.
 """
 
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -14,6 +15,7 @@ import pytest
 from flax import nnx
 from small import drawn_params, quick_at, tokens, vectors_drawn
 
+from surojax.assembly import from_config as from_config_module
 from surojax.assembly.from_config import architecture, from_config
 from surojax.config.checks import check
 from surojax.config.fields import default_config
@@ -22,6 +24,7 @@ from surojax.data.cache import Corpus
 from surojax.data.run_data import Evaluated
 from surojax.data.samples import Windows
 from surojax.models.decoder import Decoder
+from surojax.objectives.objective import REFERENCE
 from surojax.optim import normuon as muon
 from surojax.optim.adamw import Moments
 from surojax.placement.layout import batch_sharding
@@ -240,3 +243,36 @@ def test_evaluation_is_a_mean_over_tokens_and_its_bits_are_over_bytes():
     assert found["bits_per_byte"] == pytest.approx(nats.sum() / 60 / math.log(2), rel=1e-5)
     of_batches = nats[:64].mean(), nats[64:].mean()
     assert abs(np.mean(of_batches) / nats.mean() - 1) > 1e-3  # a mean over batches is another number
+
+
+@pytest.mark.parametrize(
+    "fields, by_layer, reads, is_computed",
+    [
+        ({}, False, REFERENCE, True),
+        ({"lora": False}, False, REFERENCE, False),
+        ({}, False, "labels", False),
+        ({"precompute_ref_log_probs": True}, False, REFERENCE, False),
+        ({"lora_adapter": "folder"}, False, REFERENCE, False),
+        ({"modules_to_save": "embed_tokens"}, False, REFERENCE, False),
+        ({"pp_size": 2}, False, REFERENCE, False),
+        ({}, True, REFERENCE, False),
+    ],
+)
+def test_when_a_step_computes_its_reference(fields, by_layer, reads, is_computed):
+    """The model without its adapters, unless another model is the reference, or stages or files are in the way."""
+    c = default_config()
+    c.model.update(SIZES)
+    c.update({"lora": True, "lora_rank": 2} | fields)
+    objective, table = SimpleNamespace(targets=(reads,)), SimpleNamespace(by_layer=by_layer)
+    found = from_config_module._reference(c, objective, table)  # type: ignore[arg-type]
+    assert (found is not None) == is_computed
+    assert found is None or found.num_trained_parameters == found.num_parameters
+
+
+@pytest.mark.parametrize(
+    "fields, has", [({}, False), ({"router_z_loss_coef": 0.1}, True), ({"router_aux_loss_coef": 0.1}, True)]
+)
+def test_router_losses_of_a_config(fields, has):
+    c = default_config()
+    c.update({"router_aux_loss_coef": 0.0, "router_z_loss_coef": 0.0} | fields)
+    assert (from_config_module._router_losses(c) is not None) == has

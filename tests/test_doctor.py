@@ -304,6 +304,23 @@ def test_a_row_of_offloads_that_fails_names_its_fields(monkeypatch):
     assert steps.options_of(table["memcpy_send_recv@4"]) == ("copy_engines",)
 
 
+@pytest.mark.parametrize(
+    "status, loss, norm, verdict, said",
+    [
+        ("skipped", None, None, SKIPPED, "the reason"),
+        ("pass", 0.0, 0.0, OK, "3 steps equal 'plain' to the bit"),
+        ("pass", 1e-6, 0.0, OK, "3 steps beside 'plain': loss 1.0e-06, gradient norm 0.0e+00 apart"),
+        ("pass", 0.0, 1e-6, OK, "3 steps beside 'plain': loss 0.0e+00, gradient norm 1.0e-06 apart"),
+        ("FAIL", 0.0, 0.0, FAILED, "3 steps beside 'plain': loss 0.0e+00, gradient norm 0.0e+00 apart: the reason"),
+    ],
+)
+def test_verdicts_on_rows(monkeypatch, status, loss, norm, verdict, said):
+    row = verifier.VerifiedSetting(SETTINGS[1], status, loss, norm, Bound(0, 0, ""), "the reason", 1.0)
+    monkeypatch.setattr(verifier, "judge_row", lambda *_: row)
+    found = steps.row_verdict("offloads", None, SETTINGS[1])  # type: ignore[arg-type]
+    assert (found.status, found.part, found.said) == (verdict, SETTINGS[1].name, said)
+
+
 def test_transfers_by_kernels_and_none_at_all_fail():
     count = lambda engines, kernels: {"copy_engine": engines, "kernel": kernels}
     judged = [steps.on_transfers("a", count(*n), ("xla_options",)) for n in ((3, 0), (3, 1), (0, 0))]

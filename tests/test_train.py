@@ -744,6 +744,11 @@ def test_what_is_sampled_is_what_the_command_line_and_the_config_say(whole, conf
     config.sample_prompt, config.sample_tokens, config.sample_temperature, config.seed = "abcd", 9, 0.5, 4
     run = SimpleNamespace(model=None)
     assert training_report.sample_text(config, run, {}, words, None) == "--- prompt\nabcd\n--- continuation\nhi\n---"
+    monkeypatch.setattr(training_report, "continue_ids", lambda *_, **__: "a\x1b[2J\tb\nc")
+    monkeypatch.setattr(training_report, "held_out_prompt", lambda *_: words.encode("from the text"))
+    config.sample_prompt = ""
+    text = training_report.sample_text(config, run, {}, words, None)
+    assert text == "--- prompt\nfrom the text\n--- continuation\na\\x1b[2J\tb\nc\n---"
     assert asked[0] == (list(b"abcd"), {"max_tokens": 9, "temperature": 0.5, "seed": 4} | ends)
 
 

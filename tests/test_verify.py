@@ -316,6 +316,9 @@ def test_the_configs_own_settings_are_a_row():
     assert not config_of_row(c, SETTINGS[0], 5, 96, 4).offload_residual
     assert settings_of.rows_of_config(small_config(), 8) == list(SETTINGS)
     assert settings_of.rows_of_config(small_config(gpus=1), 8) == list(SETTINGS)  # its own settings are "plain"
+    assert settings_of.rows_of_config(small_config(gpus=0), 1) == list(SETTINGS)
+    own = settings_of.rows_of_config(small_config(gpus=0), 8)[-1]
+    assert (own.name, own.changes, own.devices, own.expect) == (OWN, {}, 8, "order")
     for n, expect, changes in [
         (1, "same", {"offload_optimizer": True, "offload_master": True, "device_memory": 0.1}),
         (1, "same", {"offload_weights": True, "resident_layers": 1, "offload_quants": True}),
@@ -354,6 +357,7 @@ def test_a_row_trains_on_all_sequences(name):
         ({"per_device_batch_size": 3, "gpus": 8}, 1, 32, 2),
         ({"per_device_batch_size": 2, "gpus": 8}, 1, 16, 2),
         ({"gpus": 6, "tp_size": 2}, 1, 48, 2),
+        ({"gpus": 0}, 3, 48, 2),
         ({"objective": "dpo", "per_device_batch_size": 2}, 8, 32, 2),
     ],
 )
@@ -445,6 +449,7 @@ def test_rows_of_other_models_than_the_configs(changes, left_out):
     "argv, message",
     [
         (["--only=ofload_master"], "--only: expected names of settings, got 'ofload_master'; did you mean offload_"),
+        (["--only=zzzqqq"], "--only: expected names of settings, got 'zzzqqq'; --list shows them all"),
         (["--steps=0"], "--steps: expected 1 to 10,000, got 0"),
         (["--config.lmhead_chunks=7"], "lmhead_chunks: expected a divisor"),
     ],
