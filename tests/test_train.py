@@ -931,6 +931,64 @@ def test_a_resume_line_sets_no_flag_twice(config):
     assert module.going_on([*rest, "--config.num_epochs=3"], config, 12) == [*rest, "--config.num_epochs=6"]
 
 
+@pytest.mark.parametrize(
+    "fields, result, export, lines",
+    [
+        ({}, {}, None, ["sample: P --prompt TEXT", "export: C", "resume: A --config.max_steps=24"]),
+        ({"chat_template": "chatml"}, {}, None, ["sample: P --chat", "export: C", "resume: A --config.max_steps=24"]),
+        ({}, {"finished": False}, None, ["sample: P --prompt TEXT", "export: C", "resume: A"]),
+        ({"lora": True}, {"finished": False}, None, ["sample: P --prompt TEXT", "resume: A"]),  # without its base
+        (
+            {"lora": True, "model_path": "m"},
+            {"finished": False},
+            None,
+            ["sample: P --prompt TEXT", "export: C", "resume: A"],
+        ),
+        (
+            {"lora": True, "model_path": "m", "from_scratch": True},
+            {"finished": False},
+            None,
+            ["sample: P --prompt TEXT", "resume: A"],
+        ),
+        (
+            {},
+            {"stopped_by": "early"},
+            None,
+            ["sample: P --prompt TEXT", "export: C", "resume: A --config.early_stopping_patience=0"],
+        ),
+        ({}, {"finished": False, "stopped_by": "SIGTERM"}, "x.gguf", ["sample: P --prompt TEXT", "resume: A"]),
+        ({}, {}, "x.gguf", ["sample: P --prompt TEXT", "resume: A --config.max_steps=24 --export x-2.gguf"]),
+        ({"objective": "reward"}, {"finished": False}, None, ["export: C", "resume: A"]),
+        (
+            {"objective": "reward", "lora": True, "model_path": "m"},
+            {"finished": False},
+            None,
+            ["export: M", "resume: A"],
+        ),
+    ],
+)
+def test_what_can_follow_a_run(config, tmp_path, monkeypatch, fields, result, export, lines):
+    monkeypatch.chdir(tmp_path)
+    c = default_config()
+    c.update({"max_steps": 12, "output_dir": "run"} | fields)
+    again = ["surojax", "train", "--config", "x.py", *(["--export", export] if export else [])]
+    given = {"finished": True, "stopped_by": "", "checkpoint": None, "state": SimpleNamespace(step=12)} | result
+    words = {
+        "P": "surojax generate --checkpoint run",
+        "C": "surojax convert --checkpoint run --out run/export",
+        "M": "surojax convert merge m run/adapter run/export",
+        "A": " ".join(again[:4] if result == {} and export else again),
+    }
+    expected = [" ".join(words.get(word, word) for word in line.split()) for line in lines]
+    assert module.further_commands(c, SimpleNamespace(**given), again, export) == expected
+    given["checkpoint"] = Path("other/checkpoints/3")  # the run wrote none
+    assert "other/checkpoints/3" in module.further_commands(c, SimpleNamespace(**given), again, export)[
+        0
+    ] or "M" in str(lines)
+    Path("x-2.gguf").touch()
+    assert module.free_path(Path("x.gguf")) == Path("x-3.gguf")
+
+
 def test_one_evaluation_is_one_number(tmp_path):
     with MetricsLog(tmp_path, total_steps=9, tokens_per_step=1, flops_per_token=1.0) as log:
         log.eval(0, loss=3.4043, bits_per_byte=2.5, duration_s=1.0)
