@@ -386,6 +386,15 @@ def test_mesh_sizes_are_filled_in():
     assert dict(make_mesh(devices, dp_replicate_size=2).shape) == {"dp_replicate": 2, "dp_shard": 4}
     assert dict(make_mesh(devices, dp_replicate_size=4, dp_shard_size=2).shape) == {"dp_replicate": 4, "dp_shard": 2}
     assert len(find_devices(0)) == 8
+    with pytest.raises(ConfigError, match=r"^ep_size: expected a divisor of dp_shard_size=8, got 12; use 4, or more"):
+        make_mesh(devices, ep_size=12)
+
+
+def test_processes_have_all_devices(monkeypatch):
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    assert len(find_devices(8)) == len(find_devices(0)) == 8
+    with pytest.raises(ConfigError, match=r"^gpus: expected 0 or 8, all devices of 2 processes, got 4; use 0"):
+        find_devices(4)
 
 
 @pytest.mark.full

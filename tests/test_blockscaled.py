@@ -433,6 +433,7 @@ def test_under_shard_map_weight_gradients_are_added_up(name):
     np.testing.assert_allclose(both[1], halves[0][1] + halves[1][1], rtol=1e-6, atol=1e-4)
 
 
+@pytest.mark.full(after=99)
 @pytest.mark.parametrize("name", ERRORS)
 @pytest.mark.parametrize(
     "x, w, words",
@@ -440,6 +441,8 @@ def test_under_shard_map_weight_gradients_are_added_up(name):
         ((4, 48), (64, 48), r"multiples of 32 as out and in, got \[64, 48\]"),
         ((4, 64), (40, 64), r"multiples of 32 as out and in, got \[40, 64\]"),
         ((4, 64), (64, 32), r"x \[..., in\] and w \[out, in\], got \[4, 64\] and \[64, 32\]"),
+        ((), (64, 32), r"x \[..., in\] and w \[out, in\], got \[\] and \[64, 32\]"),
+        ((4, 64), (2, 64, 64), r"x \[..., in\] and w \[out, in\], got \[4, 64\] and \[2, 64, 64\]"),
     ],
 )
 def test_other_widths_are_refused(name, x, w, words):

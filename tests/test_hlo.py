@@ -195,6 +195,22 @@ def test_bytes_that_one_of_four_gpus_sends(op, sent):
     assert hlo.WIRE[op](4, 1000) == sent
 
 
+@pytest.mark.parametrize(
+    "attributes, axes, devices",
+    [
+        ("replica_groups=mesh['a'=2,'b'=4] {'a','b'}", "dp_replicate+dp_shard", 8),
+        ("replica_groups={{0,4},{1,5}}", "dp_replicate", 2),
+        ("source_target_pairs={{0,1},{1,0}}", "dp_shard", 2),
+        ("replica_groups=[2,4]<=[8]", "dp_shard", 4),
+        ("replica_groups=[4,2]<=[2,4]T(1,0)", "dp_replicate", 2),
+        ("", "dp_replicate+dp_shard", 8),  # all devices
+    ],
+)
+def test_the_axes_of_a_group(attributes, axes, devices):
+    attributes = attributes.replace("'a'", "'dp_replicate'").replace("'b'", "'dp_shard'")
+    assert hlo.group(hlo.Instruction("i", "f32[8]", "all-reduce", (), attributes), MESH) == (axes, devices)
+
+
 def test_the_result_of_an_instruction_is_behind_its_operands():
     shapes = {
         "fusion-start": "((bf16[5,6], s32[]), bf16[1,6], u32[])",

@@ -148,3 +148,19 @@ def test_bytes_of_an_update_are_those_of_its_arrays():
         p, g, m, m_scales, v, v_scales, *_ = (x.size * x.dtype.itemsize for x in case.args)
         work = 2 * case.args[0].size if case.name.endswith("stack") else 0
         assert case.bytes == 2 * p + g + 2 * (m + m_scales + v + v_scales) + work
+
+
+@pytest.mark.parametrize(
+    "dtype, shape, allowed",
+    [("float32", (2,), 1e-4), ("bfloat16", (2,), 2**-7), ("float8_e5m2", (2,), 2**-2), ("float32", (), 2**-8)],
+)
+def test_what_is_more_than_rounding(dtype, shape, allowed):
+    """Of the largest number, 2; a largest magnitude by itself is rounded to bfloat16. Codes may be the next ones."""
+    expected = jnp.full(shape, 2.0, dtype)
+    for apart, is_rounding in ((0.0, True), (1.99 * allowed, True), (4 * allowed, False), (math.nan, False)):
+        actual = jnp.full(shape, 2.0 + apart, jnp.float32).astype(dtype)
+        assert bool(bench.disagreement([actual], [expected])) != is_rounding, apart
+    code = jnp.int8([3, -2])
+    assert not bench.disagreement([code + jnp.int8([1, 0])], [code])
+    assert bench.disagreement([code + jnp.int8([2, 0])], [code]).startswith("2.00e+00 apart, where 1.00e+00")
+    assert bench.disagreement([code], [jnp.uint8([3, 2])]) == "int8 in place of uint8"

@@ -123,6 +123,10 @@ def test_attention_scores_are_scaled_and_capped(start):
     gradients = [jax.jit(jax.grad(f, argnums=(0, 1, 2)))(q, k, v) for f in weighted]
     for found, gradient in zip(*gradients, strict=True):
         np.testing.assert_allclose(found, gradient, atol=2e-6)
+    with pytest.raises(NotImplementedError, match=r"^cudnn attention: expected bfloat16 or float16, got float32; use"):
+        ours(q, k, v, implementation="cudnn")
+    with pytest.raises(ValueError, match=r"^attention implementation: expected one of .*, got 'flash'"):
+        ours(q, k, v, implementation="flash")
     half = (x.astype(jnp.bfloat16) for x in (q, k, v))
     with pytest.raises(NotImplementedError, match=r"^cudnn attention: expected no softcap, got 1\.5"):
         ours(*half, implementation="cudnn")
