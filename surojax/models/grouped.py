@@ -127,8 +127,8 @@ def blocks_of(experts_Nk: jax.Array, experts: int, rows: int = 0, devices: int =
     ends_before = jnp.cumsum(padded_E)[None, :] <= R * jnp.arange(M, dtype=jnp.int32)[:, None]
     expert_M = jnp.minimum(jnp.sum(ends_before, axis=1, dtype=jnp.int32), experts - 1)
     empty = mark_varying(jnp.full(M * R, C, jnp.int32), varying_axes(expert_C))
-    choice_MR = empty.at[row_C].set(order_C.astype(jnp.int32), unique_indices=True).reshape(M, R)
-    place_C = jnp.zeros_like(expert_C).at[order_C].set(row_C.astype(expert_C.dtype), unique_indices=True)
+    choice_MR = empty.at[row_C].set(order_C, unique_indices=True).reshape(M, R)
+    place_C = jnp.zeros_like(expert_C).at[order_C].set(row_C, unique_indices=True)
     return ExpertBlocks(choice_MR, expert_M, place_C.reshape(experts_Nk.shape))
 
 
@@ -184,7 +184,7 @@ def _backward(mlp, piece: int, saved, dy_ND: jax.Array):
         continues = expert == before
 
         def added(sums, more):
-            return jnp.where(continues, sums, 0) + more.astype(jnp.float32)
+            return jnp.where(continues, sums, 0) + more
 
         expert_sums = jax.tree.map(added, expert_sums, more)
         d_trained = jax.tree.map(lambda d, sums: d.at[expert].set(sums.astype(d.dtype)), d_trained, expert_sums)
@@ -251,7 +251,7 @@ def _over_blocks(block: Callable, carry, blocks: ExpertBlocks, x_ND: jax.Array, 
         # A token chooses an expert once, so no row of a block is twice, but for padding.
         beyond_R = jnp.arange(len(choice_R), dtype=choice_R.dtype)
         row_R = jnp.where(choice_R < N * k, choice_R // k, N + beyond_R)
-        sum_ND = sum_ND.at[row_R].add(y_RD.astype(jnp.float32), mode="drop", unique_indices=True)
+        sum_ND = sum_ND.at[row_R].add(y_RD, mode="drop", unique_indices=True)
         if number_R is not None:
             choice_R = jnp.where(choice_R < N * k, choice_R, N * k + beyond_R)
             number_C = number_C.at[choice_R].set(number_R, mode="drop", unique_indices=True)
