@@ -100,6 +100,31 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         {"objective": "distill", "distill_path": "x", "distill_hidden_size": 64, **WORDS},
     ),
     "preferences": ("h100", {"objective": "dpo"}),
+    "rewards": ("h100", ZERO3 | {"objective": "reward", "model.num_labels": 1}),
+    "other dtypes of products": ("h100", {"matmul_dtype": "float32"}),
+    "other dtypes of gradients": ("h100", {"model_dtype": "float32", "gradient_dtype": "bfloat16"}),
+    "experts by our kernel": ("h100", EXPERTS | {"kernels": "auto"}),
+    "experts in float8": ("h100", EXPERTS | ZERO3 | {"recipe": "fp8_hybrid", "kernels": "auto"}),
+    "experts in float8 by a loop": ("h100", EXPERTS | {"recipe": "fp8_current", "zero_level": 3, "gpus": 2}),
+    "adapters of all experts": ("h100", EXPERTS | {"lora": True, "lora_target_modules": "gate_proj,up_proj,down_proj"}),
+    "magnitudes": ("h100", {"lora": True, "use_dora": True}),
+    "float8 of shared heads": (
+        "h100",
+        {"gpus": 8, "tp_size": 8, "recipe": "fp8_hybrid", "model.intermediate_size": 768},
+    ),
+    "float8 shards": ("h100", ZERO3 | {"recipe": "fp8_current", "persistent_quants": True}),
+    "normuon, layer by layer": ("h100", {"optimizer": "normuon", "model.num_hidden_layers": 5, **ZERO3}),
+    "an odd number of layers": ("rtx4090", OFFLOADED | {"model.num_hidden_layers": 5}),
+    "an odd base": (
+        "rtx4090",
+        {"model.num_hidden_layers": 5, "lora": True, "qlora_fp4": True, "offload_weights": True},
+    ),
+    "stages of a host": ("rtx4090", {"gpus": 4, "pp_size": 2, "offload_weights": True, "zero_level": 3}),
+    "master in files": (
+        "rtx4090",
+        {"offload_master": "nvme", "offload_optimizer": "nvme", "nvme_path": "x", "device_memory": 0.02},
+    ),
+    "outer layers, gradients whole": ("h100", WORDS | {"gpus": 4, "zero_level": 1, "shard_outer": True}),
 }
 BY_TP, BY_CP = {"gpus": 4, "tp_size": 2, "zero_level": 3}, LONG | {"gpus": 2, "cp_size": 2}
 FROZEN = {"lora": True, "lora_rank": 2, "qlora_fp8": True, "offload_weights": True, "offload_residual": True}
