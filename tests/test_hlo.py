@@ -122,6 +122,43 @@ def test_rematerialised_operations_are_named():
     }
 
 
+def test_means_of_rounds_are_rounded_once():
+    """A loop of ten thirds of a round in one of two: 20/3 times. Names of values are not made again."""
+    more = """  %kept = f32[8,4]{1,0:S(5)} copy(%x)
+  %z.remat = f32[1,3]{1,0} negate(%x)
+  %p.remat = f32[8,4]{1,0} get-tuple-element(%p), index=1
+"""
+    text = PROGRAM.replace('{"n":"3"}', '{"n":"10/3"}').replace("  ROOT %out", more + "  ROOT %out")
+    module = [(hlo.parse_module(text), 1)]
+    found = {(x.op, x.axis): (x.count, x.bytes) for x in hlo.collectives(module, MESH)}
+    assert repr(found["all-gather", "dp_shard"]) == "(7, 640)"
+    assert repr(hlo.host_copies(module)["d2h_bytes"]) == str(round(6 * 2 + 128 + 128 * 20 / 3))
+    remade = hlo.rematerialised(module)
+    assert repr((remade["count"], remade["bytes"])) == f"({round(1 + 20 / 3)}, {128 + 12 * 20 // 3})"
+
+
+def test_a_collective_in_an_asynchronous_computation():
+    text = """HloModule step
+
+%sums (x: f32[4]) -> f32[4] {
+  %x = f32[4]{0} parameter(0)
+  ROOT %all-to-all.1 = f32[4]{0} all-to-all(%x), replica_groups={{0,1}}
+}
+
+ENTRY %main (a: pred[4]) -> f32[4] {
+  %a = pred[4]{0} parameter(0)
+  %start = ((pred[4]), f32[4]{0}) async-start(%a), calls=%sums
+  ROOT %fused = f32[4]{0} fusion(%a), kind=kLoop, calls=%sums
+}
+"""
+    module = hlo.parse_module(text)
+    found = hlo.collective(module, module[""]["start"])
+    assert found is not None and found.name == "all-to-all.1"
+    assert hlo.collective(module, module[""]["fused"]) is None
+    assert [i.name for i, *_ in hlo.executed(module)] == ["a", "start", "x", "all-to-all.1", "fused"]
+    assert hlo.arrays("(pred[4], s4[3], token[])")[:2] == (hlo.Array(4, 1, False), hlo.Array(2, 1, False))
+
+
 def test_a_loop_of_unknown_length_is_refused():
     with pytest.raises(ValueError, match=r"while\.2.*constant length"):
         list(hlo.executed(hlo.parse_module(PROGRAM.replace('"known_trip_count":{"n":"2"}', ""))))
