@@ -180,6 +180,13 @@ def test_what_the_kernel_does_not_take_is_refused():
         op.attention(q, k[:, :, :, :4], v, starts)
     with pytest.raises(ValueError, match=r"attention: k: expected \(1, '16 or more', 'K', 8\), got \(1, 15, 2, 8\)"):
         op.attention(q, k[:, 1:], v[:, 1:], starts)
+    for wrong in ((q[0], k, v), (q[:0], k, v), (q, k[0], v), (q, k[:, :, :1].repeat(3, 2), v), (q, k, v[:, :, :1])):
+        with pytest.raises(ValueError, match=r"attention: [qkv]: expected"):
+            op.attention(*wrong, starts)
+    with pytest.raises(ValueError, match=r"attention: v: expected \(1, 16, 2, 'v'\), got \(1, 16, 2\)"):
+        op.attention(q, k, v[..., 0], starts)
+    with pytest.raises(ValueError, match="attention: window: expected 0 or more, got -1"):
+        op.attention(q, k, v, starts, window=-1)
     with pytest.raises(NotImplementedError, match="cudnn attention: expected one document in a row, got several; use"):
         attend(q, k, v, starts=jnp.asarray(starts), implementation="cudnn")
 
