@@ -16,7 +16,7 @@ from small import KERNEL, REFERENCE, needs, normal, quick_at
 
 from pallas_kernels import bench, dispatch, flash_attention as op, shapes
 from surojax.models import decoder_config, decoder_model
-from surojax.models.attention import attend, chosen_implementation
+from surojax.models.attention import attend, chosen_here, chosen_implementation
 from surojax.models.model import Compute
 from surojax.planner import aot
 
@@ -205,6 +205,7 @@ CHOSEN = [  # dtype, channels, those of values, packed; chosen on an Ada or Ampe
     ("bfloat16", 192, 128, False, "mosaic", "cudnn"),
     ("bfloat16", 192, 128, True, "mosaic", "mosaic"),
     ("bfloat16", 128, 64, False, "mosaic", "mosaic"),  # no pair of sizes that cuDNN has a backward pass for
+    ("float32", 192, 128, False, "xla", "xla"),
     ("float32", 128, 0, False, "xla", "xla"),
     ("float32", 256, 0, True, "xla", "xla"),
 ]
@@ -216,6 +217,23 @@ def test_auto_is_flash_attention_where_a_gpu_has_it(dtype, head_dim, value_dim, 
     for hopper, by in ((False, elsewhere), (True, on_hopper)):
         assert chosen_implementation(*heads, gpu=True, packed=packed, hopper=hopper) == by
         assert chosen_implementation(*heads, gpu=False, packed=packed, hopper=hopper) == "xla"
+
+
+@pytest.mark.parametrize(
+    "head_dim, how, by",
+    [
+        (64, {}, "xla"),  # cuDNN's, for which JAX looks at the device
+        (64, {"packed": True}, "mosaic"),
+        (64, {"softcap": True}, "mosaic"),
+        (64, {"sinks": True}, "mosaic"),
+        (64, {"piece": 64}, "cudnn"),
+        (160, {}, "mosaic"),
+    ],
+)
+def test_auto_asks_for_the_device_of_what_it_takes(monkeypatch, head_dim, how, by):
+    """Where our kernels may be traced, but the program's device is no GPU: those are lowered for another one."""
+    monkeypatch.setattr(dispatch, "choose", lambda op, implementation: "mosaic")
+    assert chosen_here("auto", "bfloat16", head_dim, **{"packed": False} | how) == by
 
 
 # --- compiled for GPUs ------------------------------------------------------------------------------------------------
