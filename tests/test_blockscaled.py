@@ -450,6 +450,13 @@ def test_other_widths_are_refused(name, x, w, words):
         linear(name)(jnp.zeros(x), jnp.zeros(w))
 
 
+def test_scales_of_kernels_are_in_8_bits_already():
+    scales = jnp.float32([2.0**-127, 0.5, 1, 2.0**100, jnp.nan])
+    in_8_bits = scales.astype(jnp.float8_e8m0fnu)
+    for found in (bs._e8m0(scales[1:]), bs._e8m0(in_8_bits)[1:]):
+        assert found.dtype == in_8_bits.dtype and np.array_equal(np.float32(found), scales[1:], equal_nan=True)
+
+
 def test_other_seeds_are_refused():
     for seed in (jnp.zeros(2, jnp.uint32), jnp.float32(0)):
         with pytest.raises(ValueError, match="seed: expected a uint32 or int32"):

@@ -79,6 +79,13 @@ def test_block_scaled_products_are_emulated_off_gpus():
         check_recipe(Precision(recipe="mxfp8", block_scaled_products="native"), "a CPU", cpu)
     amd = SimpleNamespace(compute_capability="gfx942")
     check_recipe(Precision(recipe="nvfp4", block_scaled_products="emulated"), "a GPU", amd)
+    check_recipe(Precision(recipe="bf16", block_scaled_products="native"), "a CPU", cpu)
+
+
+@pytest.mark.parametrize("backend, emulated", [("cpu", [True, False, True]), ("gpu", [True, False, False])])
+def test_auto_emulates_block_scaled_products_off_gpus(monkeypatch, backend, emulated):
+    monkeypatch.setattr(jax, "default_backend", lambda: backend)
+    assert [Precision(block_scaled_products=x).emulate for x in ("emulated", "native", "auto")] == emulated
 
 
 def test_products_are_computed_in_the_dtypes_of_the_settings():

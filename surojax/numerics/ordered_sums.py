@@ -76,4 +76,4 @@ def _segment_sums(x_Nd: jax.Array, start_N: jax.Array) -> jax.Array:
 def _columns_of_piece(N: int, D: int) -> int:
     """Returns the largest divisor of D whose columns are at most PIECE_BYTES, at least MIN_COLUMNS if D has these."""
     most = max(PIECE_BYTES // (4 * N), MIN_COLUMNS)
-    return max(width for width in range(1, D + 1) if D % width == 0 and width <= max(most, 1))
+    return max(width for width in range(1, D + 1) if D % width == 0 and width <= most)
