@@ -13,7 +13,7 @@ from surojax import ConfigError, default_config
 from surojax.config.checks import check
 from surojax.config.fields import kinds
 from surojax.models import decoder, decoder_model
-from surojax.models.kinds.experts import Experts
+from surojax.models.kinds.experts import Experts, choices_of
 from surojax.models.kinds.gated_delta import GatedDelta
 from surojax.models.kinds.gated_mlp import SwiGLU
 from surojax.models.kinds.joined_mlp import JoinedMlp
@@ -58,6 +58,29 @@ def test_a_width_is_divided_by_its_parts_or_shared(parts, shared, gpus, is_divid
     width = Width("a x b", 32 if parts != 6 else 30, "a", parts, shared)
     assert width.is_divided(gpus) == is_divided
     assert width.part(gpus).size == part
+
+
+def test_gpus_may_compute_the_same_part_whatever_the_mesh_says():
+    assert Width("a x b", 32, "a", 2, copied=True).is_divided(8) and not Width("a x b", 32, "a", 2).is_divided(8)
+
+
+@pytest.mark.parametrize("experts, chosen", [(49, 1), (49, 47), (7, 3), (128, 8)])
+def test_how_many_experts_a_token_has(experts, chosen):
+    """It is read from the fraction of tokens that a matrix multiplies, of which 1/49 times 49 is less than 1."""
+    config = dataclasses.replace(CONFIG, num_experts=experts, num_experts_per_tok=chosen, moe_intermediate_size=8)
+    assert choices_of(decoder_model.build(config).segments[0]) == (experts, chosen)
+
+
+def test_pieces_that_cudnn_takes():
+    """Heads of at most 128 channels, an even number of tokens on each of twice as many pieces as GPUs."""
+    c = default_config()
+    c.update({"cp_size": 2, "cp_method": "ring", "attention": "cudnn", "sequence_len": 24})
+    Attention(dataclasses.replace(CONFIG, head_dim=128)).check_context(c)
+    with pytest.raises(ConfigError, match=r"^model.head_dim: expected at most 128 with cp_method='ring'"):
+        Attention(dataclasses.replace(CONFIG, head_dim=136)).check_context(c)
+    c.sequence_len = 20
+    with pytest.raises(ConfigError, match=r"^sequence_len / \(2 x cp_size\): expected an even number .*, got 5; use"):
+        Attention(dataclasses.replace(CONFIG, head_dim=128)).check_context(c)
 
 
 def test_ulysses_divides_heads_once_more():

@@ -132,7 +132,8 @@ def rope_angles(head_dim: int, positions: jax.Array, theta: float, scaling: Rope
 
     Both are multiplied by `scaling.magnitude`.
     """
-    angle = positions[..., None] * jnp.expand_dims(rope_frequencies(head_dim, theta, scaling), tuple(range(positions.ndim)))
+    frequencies = rope_frequencies(head_dim, theta, scaling)
+    angle = positions[..., None] * jnp.expand_dims(frequencies, tuple(range(positions.ndim)))
     cos = jnp.cos(angle)
     sin = jnp.sin(angle)
     return (cos, sin) if scaling.magnitude == 1 else (scaling.magnitude * cos, scaling.magnitude * sin)

@@ -382,7 +382,10 @@ def at_tokens(x_Bn: jax.Array, targets: Targets) -> jax.Array:
 
 
 def _sums_of_rows(x: jax.Array, starts: jax.Array | None, devices: int = 1) -> jax.Array:
-    """Float32 sums `[..., n]` over the sequences of rows `[..., s]`. devices: that have parts of a row, each of this length."""
+    """Float32 sums `[..., n]` over the sequences of rows `[..., s]`.
+
+    devices: that have parts of a row, each of this length.
+    """
     if starts is None:
         return jnp.sum(x, axis=-1, keepdims=True, dtype=jnp.float32)
     rows = x.reshape(-1, x.shape[-1])
