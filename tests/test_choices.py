@@ -192,6 +192,7 @@ def test_placements_of_eight_bit_copies_go_with_the_weights():
     assert choices.placement(quants, weights)["offload_quants"] is True
     assert "offload_quants" not in choices.placement(quants, StorageTiers(("master",)))
     assert choices.nothing_offloaded(quants)["offload_quants"] is False
+    assert not any(choices.nothing_offloaded(plain)[field] for field in choices.OFFLOADS.values())
     assert "offload_quants" not in choices.nothing_offloaded(plain)
     in_files = StorageTiers(("master",), ("master",))
     assert choices.placement(plain, in_files)["nvme_path"] == "/disk"

@@ -193,3 +193,20 @@ def test_a_measurement_by_hand(monkeypatch, kernel):
     of_kernel = (2e-3, 4e-3, 0.5, 0.25, 2 * largest, largest) if largest else (None, 4e-3, *[None] * 4)
     assert copy == 2e9 and row == bench.Measurement("op.step", 10**6, *of_kernel)
     assert bench.measure("step", case, ("xla",), 1)[0].case == "step"
+
+
+@pytest.mark.parametrize(
+    "name, expected",
+    [
+        ("gpt2", (768, 4 * 768, 12, 12, 64, 50257)),
+        ("llama1b", (2048, 8192, 32, 8, 64, 128256)),  # Llama 3.2
+        ("llama7b", (4096, 11008, 32, 32, 128, 32000)),
+        ("qwen7b", (3584, 18944, 28, 4, 128, 152064)),  # Qwen 2.5
+        ("qwen32b", (5120, 27648, 40, 8, 128, 152064 - 128)),  # Qwen 3
+        ("llama70b", (8192, 28672, 64, 8, 128, 128256)),  # Llama 3
+    ],
+)
+def test_sizes_of_published_models(monkeypatch, name, expected):
+    """As in their config.json."""
+    monkeypatch.undo()
+    assert MODELS[name] == expected
