@@ -167,6 +167,44 @@ def test_calls_of_other_computations_and_of_nothing(line, seconds):
     assert simulated(hlo.parse_module(HEAD + BRANCH + entry)).seconds == pytest.approx(seconds)
 
 
+def test_bytes_of_a_fusion_by_hand():
+    """Of slices and gathers what they result in, also behind a bitcast; what is overwritten is not read."""
+    text = """HloModule step
+
+%f (p0: f32[100]) -> (f32[1,10], f32[5,10], f32[7], f32[100]) {
+  %p0 = f32[100]{0} parameter(0)
+  %p1 = s32[] parameter(1)
+  %p2 = f32[10,10]{1,0} parameter(2)
+  %p3 = s32[5,1]{1,0} parameter(3)
+  %p4 = f32[7]{0} parameter(4)
+  %p5 = f32[100]{0} parameter(5)
+  %bits = f32[10,10]{1,0} bitcast(%p0)
+  %slice = f32[1,10]{1,0} dynamic-slice(%bits, %p1, %p1)
+  %rows = f32[5,10]{1,0} gather(%p2, %p3)
+  %less = f32[7]{0} negate(%p4)
+  %new = f32[100]{0} dynamic-update-slice(%p5, %less, %p1)
+  ROOT %all = (f32[1,10]{1,0}, f32[5,10]{1,0}, f32[7]{0}, f32[100]{0}) tuple(%slice, %rows, %less, %new)
+}
+"""
+    read, written = 40 + 4 + 200 + 20 + 28, 40 + 200 + 28 + 28
+    assert costs._fusion_bytes(hlo.parse_module(text)["f"]) == read + written
+
+
+@pytest.mark.parametrize(
+    "scopes, has_loops, label",
+    [
+        *((f"jit(f)/while/body/{name}/while", True, name) for name in ("forward", "backward", "head", "update")),
+        ("jit(f)/forward/while/body/backward/while", False, "backward"),  # the innermost
+        ("jit(f)/while", True, "microbatches"),
+        ("jit(f)/while", False, "other loops"),
+        (None, False, "other loops"),
+    ],
+)
+def test_loops_are_labelled_by_their_scopes(scopes, has_loops, label):
+    attributes = f', metadata={{op_name="{scopes}"}}' if scopes else ""
+    assert costs._label(hlo.Instruction("w", "s32[]", "while", (), attributes), has_loops) == label
+
+
 def test_products_take_whole_waves():
     """A tile alone leaves a multiprocessor idle, unless a split of the k loop fills both. On three, the best for one
     large tile are eight parts: two smaller tiles, each split in four, in three waves."""
