@@ -1,12 +1,14 @@
 """What the kinds of mixers and MLPs declare (models/kinds), and that those who ask get it."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from flax import nnx
-from small import CONFIG
+from small import CONFIG, normal
 from test_kernel_dispatch import operations
 
 from surojax import ConfigError, default_config
@@ -24,7 +26,8 @@ from surojax.models.kinds.self_attention import Attention
 from surojax.models.kinds.short_conv import ShortConv
 from surojax.models.kinds.sublayer import ContextNumbers, OnGpu, Width
 from surojax.models.linear import Product
-from surojax.models.model import Compute, Recompute
+from surojax.models.model import Cache, Compute, Recompute, Variant
+from surojax.models.operations import Operations
 from surojax.numerics.fp8 import Sites
 
 EXPERTS = dataclasses.replace(CONFIG, num_experts=4, num_experts_per_tok=2, n_shared_experts=1, scoring_func="sigmoid")
@@ -374,3 +377,24 @@ def test_memory_of_a_recurrence_by_hand(tokens, again, cp_method, pieces):
         divided = kind.space(compute, over_cp, **how)
         assert divided.working == 2 * pieces * (times * token * 3 * 2048 + 4 * 4 * 3 * of_map)
         assert divided.moved[0] == moved[0] * 2 * pieces * tokens * 3 * token
+
+
+@pytest.mark.parametrize("kind, config", [(LatentAttention, LATENT), (Mamba2, MAMBA)], ids=["latent", "mamba2"])
+def test_a_mixer_goes_on_from_its_cache(kind, config):
+    """Four tokens, of which latents are expanded, and then one more, to which they are one head of all queries."""
+    mixer = kind(config, rngs=nnx.Rngs(0))
+    graph, params = nnx.split(mixer)
+    params = jax.tree.map(lambda w: w + 0.3 * normal(w.size, w.shape), params)
+    x, ops = normal(1, (2, 5, 32)), Operations(Compute(attention="xla"), Variant())
+
+    @functools.partial(jax.jit, static_argnums=2)
+    def computed(x, state, start):
+        cache = None if state is None else Cache(state, start)
+        y, after = nnx.merge(graph, params)(x, ops, None, cache)
+        return y, None if after is None else after.state
+
+    whole, _ = computed(x, None, 0)
+    state = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), mixer.decode_state(2, 5, jnp.float32))
+    first, state = computed(x[:, :4], state, 0)
+    last, _ = computed(x[:, 4:], state, 4)
+    np.testing.assert_allclose(jnp.concatenate([first, last], axis=1), whole, rtol=2e-5, atol=1e-5)
