@@ -16,7 +16,7 @@ from surojax.errors import ConfigError
 from surojax.models import decoder_model
 from surojax.models.decoder import Block
 from surojax.models.linear import recipe_product, times
-from surojax.models.lora import low_rank, row_lengths
+from surojax.models.lora import ADAPTER, low_rank, row_lengths, with_adapters
 from surojax.models.loss import cross_entropy, sharded_cross_entropy, sharded_logprob
 from surojax.models.model import Compute, Variant
 from surojax.models.operations import Operations, rms_norm, softcapped
@@ -225,3 +225,13 @@ def test_rope_and_its_gradient_are_rounded_once(dtype):
         exact = np.concatenate([first * cos - second * sine, second * cos + first * sine], axis=-1)
         error = np.abs(np.asarray(found, np.float64) - exact)
         assert (error <= float(jnp.finfo(dtype).eps) / 2 * np.abs(exact) + 1e-5).all()
+
+
+def test_magnitudes_begin_as_the_lengths_of_rows():
+    """Of the numbers that products read, which a base in few bits is decoded to."""
+    w, a = jnp.float32([[3, 4], [0, 2]]), jnp.zeros((1, 2))
+    new = {"mlp": {"w_up" + ADAPTER: {"a": a, "magnitude": jnp.zeros(2)}, "w_down" + ADAPTER: {"a": a}}}
+    base = {"mlp": {"w_up": jnp.uint8([7]), "w_down": w}, "norm": w[0]}
+    found = with_adapters(base, new, {"mlp": {"w_up": w, "w_down": w}})
+    assert found["mlp"]["w_up" + ADAPTER]["magnitude"].tolist() == [5, 2]
+    assert found["mlp"]["w_down" + ADAPTER].keys() == {"a"} and found["mlp"]["w_up"] is base["mlp"]["w_up"]
