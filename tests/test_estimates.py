@@ -108,6 +108,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "experts in float8 by a loop": ("h100", EXPERTS | {"recipe": "fp8_current", "zero_level": 3, "gpus": 2}),
     "adapters of all experts": ("h100", EXPERTS | {"lora": True, "lora_target_modules": "gate_proj,up_proj,down_proj"}),
     "magnitudes": ("h100", {"lora": True, "use_dora": True}),
+    "magnitudes of saved blocks": ("h100", {"lora": True, "use_dora": True, "recompute_block": False}),
     "float8 of shared heads": (
         "h100",
         {"gpus": 8, "tp_size": 8, "recipe": "fp8_hybrid", "model.intermediate_size": 768},
