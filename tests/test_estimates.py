@@ -6,6 +6,7 @@ to, python tests/fixtures/make_estimates.py
 """
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,9 @@ from exports import Case, config_of
 
 from surojax.config.fields import default_config
 from surojax.exchange.huggingface import model_fields
-from surojax.planner import candidate, footprint, links, products, stages, step_collectives
+from surojax.models import grouped
+from surojax.parallel import expert_dispatch
+from surojax.planner import candidate, footprint, hlo, links, products, stages, step_collectives
 from surojax.planner.gpus import with_nodes
 from surojax.planner.run_plan import checked
 from surojax.planner.traffic import batch_of
@@ -199,3 +202,21 @@ def test_an_estimate_is_the_stored_one(name):
     }
     numbers = {key: pytest.approx(value, rel=1e-9) for key, value in stored.items() if not isinstance(value, str)}
     assert {key: today[key] for key in numbers} == numbers
+
+
+def test_rounds_of_loops_over_tokens_of_others():
+    """Two GPUs with four experts each; a token chooses two of eight, so 22 of 28 times one of the other GPU's."""
+    loops = {"sent": expert_dispatch.SCOPE, "pieces": grouped.IN_PIECES, "other": "microbatches"}
+    text = "HloModule step\n\n" + "".join(
+        f'%{name} (p: s32[]) -> s32[] {{\n  %p = s32[] parameter(0), metadata={{op_name="jit(f)/{scope}/x"}}\n}}\n\n'
+        for name, scope in loops.items()
+    )
+    entry = "".join(f"  %w_{name} = s32[] while(%i), condition=%c, body=%{name}\n" for name in loops)
+    module = hlo.parse_module(text + "ENTRY %main (i: s32[]) -> s32[] {\n  %i = s32[] parameter(0)\n" + entry + "}\n")
+    c = checked(config(EXPERTS | {"gpus": 2, "ep_size": 2, "zero_level": 3}), "h100")
+    found = stages.with_rounds(module, footprint.assembly(c), batch_of(c))
+    assert hlo.trips(found[""]["w_sent"]) == math.ceil(2 * 256 * 22 / 28 / (2 * 256 / 8)) == 7
+    assert hlo.trips(found[""]["w_pieces"]) == grouped.choice_pieces(2 * 256 * 2, 4)
+    assert found[""]["w_other"] is module[""]["w_other"]
+    alone = checked(config(EXPERTS), "h100")
+    assert stages.with_rounds(module, footprint.assembly(alone), batch_of(alone)) is module
