@@ -913,6 +913,39 @@ def test_the_fastest_of_each_kind_is_compiled_first():
 
 
 @pytest.mark.parametrize(
+    "least_host, of_families, searched, host",
+    [
+        # (floor of seconds, least bytes, seconds, host bytes): families are searched in the order of what is sought
+        (False, [(2, 0, 2, 5), (1, 0, 3, 7)], 2, 5),
+        (False, [(2, 0, 2, 5), (1, 0, 1.5, 7)], 1, 7),
+        (False, [(2, 0, 2, 5), (1, 0, 2, 7)], 2, 7),  # as fast at best: searched, and the first is kept
+        (True, [(1, 30, 1, 21), (9, 20, 9, 22)], 2, 21),
+        (True, [(1, 35, 1, 21), (9, 20, 9, 22)], 1, 22),  # two GPUs have 2 * (35 - 23) bytes too few: more than 22
+        (True, [(1, 34, 1, 21), (9, 20, 9, 22)], 2, 21),
+    ],
+)
+def test_a_search_ends_where_no_family_is_better(monkeypatch, least_host, of_families, searched, host):
+    """By the least time, or the least memory, that any placement of the family needs."""
+    families = [types.SimpleNamespace(floor=x[0], least=x[1], found=x[2:]) for x in of_families]
+    asked = []
+
+    def fastest(self, family, in_files):
+        asked.append(family)
+        return [
+            candidate.Candidate(
+                config(), {"recompute_norm": family.found}, Memory(1, family.found[1], 0), {"": family.found[0]}
+            )
+        ]
+
+    monkeypatch.setattr(search._Search, "layouts", lambda self: (({},), {}))
+    monkeypatch.setattr(search._Search, "families", lambda self, of, sampled=False: families)
+    monkeypatch.setattr(search._Search, "fastest", fastest)
+    space = Space(config(gpus=2), GPUS[GPU], Memory(23, 100, 0))
+    found = search.search(space, 1, least_host=least_host)
+    assert [x.need.host for x in found.candidates] == [host] and len(asked) == searched
+
+
+@pytest.mark.parametrize(
     "seconds, fits, compiled",
     [
         ([1, 1, 1, 1, 1], [0, 0, 0, 0, 0, 0], 4),  # twice as many as asked for, until something fits
