@@ -874,8 +874,8 @@ MISTAKES = {
     ),
     "weights of the choice have no gradient": (
         experts,
-        "h_RF.astype(jnp.float32) * weight_R[:, None]",
-        "h_RF.astype(jnp.float32) * jax.lax.stop_gradient(weight_R[:, None])",
+        "h_RF * weight_R[:, None]",
+        "h_RF * jax.lax.stop_gradient(weight_R[:, None])",
     ),
     "the least likely experts": (experts, "jax.lax.stop_gradient(ranked_BSE)", "jax.lax.stop_gradient(-ranked_BSE)"),
     "rows of an expert begin where the last one's end": (grouped, "-(-counts_E // R) * R", "counts_E"),
