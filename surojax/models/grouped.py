@@ -127,8 +127,8 @@ def blocks_of(experts_Nk: jax.Array, experts: int, rows: int = 0, devices: int =
     ends_before = jnp.cumsum(padded_E)[None, :] <= R * jnp.arange(M, dtype=jnp.int32)[:, None]
     expert_M = jnp.minimum(jnp.sum(ends_before, axis=1, dtype=jnp.int32), experts - 1)
     empty = mark_varying(jnp.full(M * R, C, jnp.int32), varying_axes(expert_C))
-    choice_MR = empty.at[row_C].set(order_C, unique_indices=True).reshape(M, R)
-    place_C = jnp.zeros_like(expert_C).at[order_C].set(row_C, unique_indices=True)
+    choice_MR = empty.at[row_C].set(order_C.astype(jnp.int32), unique_indices=True).reshape(M, R)
+    place_C = jnp.zeros_like(expert_C).at[order_C].set(row_C.astype(expert_C.dtype), unique_indices=True)
     return ExpertBlocks(choice_MR, expert_M, place_C.reshape(experts_Nk.shape))
 
 
