@@ -15,6 +15,7 @@ from surojax import ConfigError, default_config
 from surojax.config.checks import check
 from surojax.config.fields import kinds
 from surojax.models import decoder, decoder_model
+from surojax.models.kinds import gated_delta
 from surojax.models.kinds.experts import Experts, choices_of
 from surojax.models.kinds.gated_delta import GatedDelta
 from surojax.models.kinds.gated_mlp import SwiGLU
@@ -398,3 +399,13 @@ def test_a_mixer_goes_on_from_its_cache(kind, config):
     first, state = computed(x[:, :4], state, 0)
     last, _ = computed(x[:, 4:], state, 4)
     np.testing.assert_allclose(jnp.concatenate([first, last], axis=1), whole, rtol=2e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "number, own", [(0, [0, 1, 8, 9]), (1, [2, 3, 8, 9]), (2, [4, 5, 10, 11]), (3, [6, 7, 10, 11])]
+)
+def test_gpus_that_are_more_than_groups_have_the_same_channels(monkeypatch, number, own):
+    """Four GPUs, eight groups of one part and two of the next."""
+    monkeypatch.setattr(gated_delta, "device_number", lambda *axis: (number, 4))
+    channels = gated_delta.own_channels(jnp.arange(12), [8, 4], 0, [8, 2])
+    assert channels.tolist() == own
