@@ -105,7 +105,7 @@ def zero_moments(shape: tuple[int, ...], block: int | None = None) -> tuple[jax.
 
 def decode(code: jax.Array, scale: jax.Array, top: float) -> jax.Array:
     """The numbers of codes -top to top, float32; a negative code stands for a negative number."""
-    x = code.astype(f32) * (1 / top)
+    x = code * (1 / top)
     return x * jnp.abs(x) * scale
 
 
@@ -122,7 +122,7 @@ def encode(x: jax.Array, scale: jax.Array, top: float, random: jax.Array) -> jax
 
 def moments(g, m, v, h) -> tuple[jax.Array, jax.Array]:
     """(m, v) after a step, float32; h: the eight scalars of `Hyper`."""
-    g = g.astype(f32) * h[7]
+    g = g * h[7]
     return _decayed(m, h[1]) + (1 - h[1]) * g, _decayed(v, h[2]) + (1 - h[2]) * (g * g)
 
 

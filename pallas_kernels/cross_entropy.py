@@ -57,7 +57,7 @@ def _reference_forward(logits_NV, labels_N, z_loss: float):
     V = logits_NV.shape[1]
     lse_N = jax.nn.logsumexp(logits32_NV, axis=-1)
     label_N = jnp.clip(labels_N, 0, V - 1)[:, None]
-    label_logit_N = jnp.take_along_axis(logits_NV, label_N, axis=1, mode="promise_in_bounds")[:, 0].astype(f32)
+    label_logit_N = jnp.take_along_axis(logits_NV, label_N, axis=1, mode="promise_in_bounds")[:, 0]
     nll_N = jnp.where(labels_N < V, lse_N - label_logit_N, jnp.nan)
     nll_N = jnp.where(labels_N >= 0, nll_N, 0.0)
     penalty_N = jnp.where(labels_N >= 0, z_loss * lse_N * lse_N, 0.0) if z_loss else 0.0
@@ -66,7 +66,7 @@ def _reference_forward(logits_NV, labels_N, z_loss: float):
 
 def _reference_gradient(logits_NV, labels_N, lse_N, weight, z_loss: float):
     """d_logits by jnp. weight: [] or [N]. Not by reverse mode, which would scatter into an `[N, V]` array of zeros."""
-    softmax_NV = jnp.exp(logits_NV.astype(f32) - lse_N[:, None])
+    softmax_NV = jnp.exp(logits_NV - lse_N[:, None])
     if z_loss:
         softmax_NV = softmax_NV * (1.0 + 2.0 * z_loss * lse_N)[:, None]
     onehot_NV = jax.lax.broadcasted_iota(jnp.int32, logits_NV.shape, 1) == labels_N[:, None]

@@ -152,7 +152,7 @@ def reference(q, k, v, starts, rule: ScoreSettings, sinks=None) -> jax.Array:
     seen = (key[None, None, :] <= query[None, :, None]) & (key[None, None, :] >= first[:, :, None])
     s = jnp.where(seen[:, None], s, HIDDEN)
     if sinks is not None:
-        column = jnp.broadcast_to(sinks.astype(f32)[None, :, None, None], (*s.shape[:3], 1))
+        column = jnp.broadcast_to(sinks[None, :, None, None], (*s.shape[:3], 1))
         s = jnp.concatenate([s, column], axis=-1)
     p = jax.nn.softmax(s, axis=-1)[..., : k.shape[1]]
     return jnp.einsum("bhst,bthc->bshc", p.astype(q.dtype), v, preferred_element_type=f32).astype(q.dtype)
@@ -343,14 +343,14 @@ def add_sinks(
     o: Float[Array, "B S H h"], lse: Float[Array, "B H S"], sinks: Float[Array, " H"]
 ) -> tuple[Float[Array, "B S H h"], Float[Array, "B H S"]]:
     """Adds each head's sink to the denominator of a softmax: returns (o, lse) with sinks from o and lse without."""
-    total = jnp.logaddexp(lse, sinks.astype(f32)[None, :, None])
+    total = jnp.logaddexp(lse, sinks[None, :, None])
     kept = jnp.exp(lse - total).transpose(0, 2, 1)[..., None]
-    return (o.astype(f32) * kept).astype(o.dtype), total
+    return (o * kept).astype(o.dtype), total
 
 
 def gradient_of_sinks(sinks: Float[Array, " H"], lse: Float[Array, "B H S"], delta: Float[Array, "B H S"]):
     """The gradient of the sinks `[H]`. lse: with the sinks. delta: sum(do * o) with these o."""
-    share = jnp.exp(sinks.astype(f32)[None, :, None] - lse)
+    share = jnp.exp(sinks[None, :, None] - lse)
     return -jnp.sum(share * delta, axis=(0, 2)).astype(sinks.dtype)
 
 

@@ -138,7 +138,7 @@ def forward(tokens: Tokens, x: Vectors, A, P, state, s: DeltaCall) -> tuple[jax.
         def step(n, h):
             at = pl.ds(n * s.C, s.C)
             k, before = k_ref[at], h.astype(s.dtype)
-            Y = beta_ref[at][:, None] * (v_ref[at].astype(s.wide) - enter_k_ref[at][:, None] * s.dot(k, before))
+            Y = beta_ref[at][:, None] * (v_ref[at] - enter_k_ref[at][:, None] * s.dot(k, before))
             new = s.dot(A_ref[at], Y)
             o = enter_q_ref[at][:, None] * s.dot(q_ref[at], before) + s.dot(P_ref[at], new)
             o_ref[at] = o.astype(s.dtype)
@@ -164,7 +164,7 @@ def states(tokens: Tokens, x: Vectors, A, state, s: DeltaCall) -> tuple[jax.Arra
             at = pl.ds(n * s.C, s.C)
             k, before = k_ref[at], h.astype(s.dtype)
             states_ref[n] = before
-            Y = beta_ref[at][:, None] * (v_ref[at].astype(s.wide) - enter_ref[at][:, None] * s.dot(k, before))
+            Y = beta_ref[at][:, None] * (v_ref[at] - enter_ref[at][:, None] * s.dot(k, before))
             new = s.dot(A_ref[at], Y)
             new_ref[at] = new.astype(s.dtype)
             return through_ref[n] * h + s.dot(k.T, leave_ref[at][:, None] * new)
@@ -195,7 +195,7 @@ def reverse(tokens: Tokens, x: Vectors, A, P, d_out, d_after, s: DeltaCall) -> t
             d_new = leave_ref[at][:, None] * s.dot(k, after) + s.dot(P_ref[at].T, do)
             dy = s.dot(A_ref[at].T, d_new)
             dy_ref[at] = dy.astype(s.dtype)
-            D = through_ref[n] * D + s.dot(q_ref[at].T, enter_q_ref[at][:, None] * do.astype(s.wide))
+            D = through_ref[n] * D + s.dot(q_ref[at].T, enter_q_ref[at][:, None] * do)
             return D - s.dot(k.T, (beta_ref[at] * enter_k_ref[at])[:, None] * dy)
 
         d_state_ref[...] = jax.lax.fori_loop(0, s.N, step, d_after_ref[...])
@@ -213,7 +213,7 @@ def gradients(tokens: Tokens, x: Vectors, states, new, D, dy, d_out, s: DeltaCal
     """Returns the gradients of (q, k, v `[B, T, V, v]`, sums of g `[B, V, T]`, beta `[B, V, T]`)."""
 
     def along(x, y):  # products of the rows of two matrices
-        return jnp.sum(x.astype(s.wide) * y.astype(s.wide), axis=1)
+        return jnp.sum(x.astype(s.wide) * y, axis=1)
 
     def kernel(
         q_ref, k_ref, v_ref, do_ref, new_ref, dy_ref, h_ref, D_ref, G_ref, beta_ref, enter_q_ref, enter_k_ref,
@@ -245,7 +245,7 @@ def gradients(tokens: Tokens, x: Vectors, states, new, D, dy, d_out, s: DeltaCal
             of_beta = along(k_ref[...], of_row)
             d_beta_ref[j] = of_beta + sum(along(dy_ref[:, j, at], v_ref[:, j, at]) for at in parts)
             for at in parts:
-                dv_ref[:, j, at] = (beta[:, None] * dy_ref[:, j, at].astype(s.wide)).astype(s.dtype)
+                dv_ref[:, j, at] = (beta[:, None] * dy_ref[:, j, at]).astype(s.dtype)
             dG = dG + beta * of_beta
             # Keys are columns of S and P and write to the state.
             leaving = leave_ref[j][:, None] * with_state(new_ref, D_ref)
@@ -261,7 +261,7 @@ def gradients(tokens: Tokens, x: Vectors, states, new, D, dy, d_out, s: DeltaCal
         of_unit = of_query * of_query * s.k
         for ref, x_ref, dx, square in ((dq_ref, q_ref, dq, of_unit), (dk_ref, k_ref, dk, of_key * of_key)):
             x = x_ref[...]
-            ref[...] = (dx - (square * along(dx, x))[:, None] * x.astype(s.wide)).astype(s.dtype)
+            ref[...] = (dx - (square * along(dx, x))[:, None] * x).astype(s.dtype)
 
     of_values = [tokens.v.reshape(s.values.shape), d_out, new, dy]
     operands = [

@@ -58,7 +58,7 @@ class RmsNormGrads(NamedTuple):
 
 
 def _forward_xla(x, scale, residual, out_scale, eps: float, out_dtype) -> Normed:
-    total = x if residual is None else (x.astype(f32) + residual.astype(f32)).astype(x.dtype)
+    total = x if residual is None else (x.astype(f32) + residual).astype(x.dtype)
     t = total.astype(f32)
     y = t * jax.lax.rsqrt(jnp.mean(t * t, axis=-1, keepdims=True) + eps) * _per_column(scale, t)
     if out_scale is None:
@@ -74,14 +74,14 @@ def _backward_xla(dy, total, scale, d_total, eps: float) -> RmsNormGrads:
     g = dy * _per_column(scale, t)
     dx = r * (g - n * jnp.mean(g * n, axis=-1, keepdims=True))
     if d_total is not None:
-        dx = dx + d_total.astype(f32)
+        dx = dx + d_total
     dx = dx.astype(total.dtype)
     return RmsNormGrads(dx, jnp.sum(dy * n, axis=tuple(range(n.ndim - 1))), fp8_format.absmax(dx))
 
 
 def _per_column(scale, like):
     """scale `[D]` as float32 `[1, ..., 1, D]`, with the rank of `like`."""
-    return jnp.expand_dims(scale.astype(f32), tuple(range(like.ndim - 1)))
+    return jnp.expand_dims(scale, tuple(range(like.ndim - 1)))
 
 
 # --- kernels ----------------------------------------------------------------------------------------------------------
@@ -105,7 +105,7 @@ def _forward_mosaic(
         _, at = tiles.tile_at(jax.lax.axis_index("tile"), tile.rows, count)
         total = tiles.load(x_ref, at, tile.layout)
         if residual_ref is not None:
-            total = (total.astype(f32) + tiles.load(residual_ref, at, tile.layout).astype(f32)).astype(x.dtype)
+            total = (total.astype(f32) + tiles.load(residual_ref, at, tile.layout)).astype(x.dtype)
             tiles.store(total_ref[0], at, total)
         t = total.astype(f32)
         scale = plgpu.load(scale_ref, layout=tile.layout.reduce(0), optimized=False).astype(f32)

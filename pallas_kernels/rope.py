@@ -45,7 +45,7 @@ class Rotated(NamedTuple):
 def _rotate_xla(x, cos, sin):
     """(x rotated, its absmax)."""
     cos, sin = (jnp.expand_dims(a[:, None, :], tuple(range(x.ndim - 3))) for a in (cos, sin))
-    first, second = jnp.split(x.astype(f32), 2, axis=-1)
+    first, second = jnp.split(x, 2, axis=-1)
     y = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
     return y, fp8_format.absmax(y)
 

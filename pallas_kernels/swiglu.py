@@ -43,13 +43,13 @@ class SwigluGrads(NamedTuple):
 
 def forward_math(gate, up):
     """silu(gate) * up, float32."""
-    gate, up = gate.astype(f32), up.astype(f32)
+    gate = gate.astype(f32)
     return gate * (1 / (1 + jnp.exp(-gate))) * up
 
 
 def backward_math(dy, gate, up):
     """(d_gate, d_up), float32."""
-    dy, gate, up = dy.astype(f32), gate.astype(f32), up.astype(f32)
+    dy, gate = dy.astype(f32), gate.astype(f32)
     s = 1 / (1 + jnp.exp(-gate))
     return dy * up * s * (1 + gate * (1 - s)), dy * gate * s
 

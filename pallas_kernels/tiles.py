@@ -60,7 +60,7 @@ def layout(warps: Sequence[int], lanes: Sequence[int], vector: int):
     return plgpu.Layout.TILED(tiling, shared(warps, places[:n]), shared(lanes, places[n : 2 * n]), places[-1])
 
 
-def row_tiles(op: str, count: int, width: int, dtype, added: bool = False) -> RowTile:
+def row_tiles(op: str, count: int, width: int, dtype, added: bool) -> RowTile:
     """The tiles of an array `[count, width]`. Raises Unserved if there is no layout for it.
 
     The fewest warps share a row with which a thread has at most COMFORTABLE values of it; short rows share a warp.

@@ -17,7 +17,8 @@ import pytest
 from test_config import MODELS
 
 from surojax.errors import REFUSED, ConfigError
-from surojax.placement.mesh import HOST_LIMIT, find_devices, make_mesh
+from surojax.placement import mesh
+from surojax.placement.mesh import HOST_LIMIT, find_devices, make_mesh, mesh_shape
 from surojax.planner.amounts import GiB
 from surojax.train import main
 
@@ -386,6 +387,44 @@ def test_mesh_sizes_are_filled_in():
     assert dict(make_mesh(devices, dp_replicate_size=2).shape) == {"dp_replicate": 2, "dp_shard": 4}
     assert dict(make_mesh(devices, dp_replicate_size=4, dp_shard_size=2).shape) == {"dp_replicate": 4, "dp_shard": 2}
     assert len(find_devices(0)) == 8
+    with pytest.raises(ConfigError, match=r"^ep_size: expected a divisor of dp_shard_size=8, got 12; use 4, or more"):
+        make_mesh(devices, ep_size=12)
+
+
+def test_sizes_of_a_mesh_that_are_given_are_multiplied():
+    """Those that are not are divided."""
+    with pytest.raises(
+        ConfigError, match=r"^dp_replicate_size: expected a divisor of the 8 devices in use, got 3; use"
+    ):
+        mesh_shape(8, dp_replicate_size=3)
+    with pytest.raises(
+        ConfigError, match=r"^dp_replicate_size x dp_shard_size: expected 8, .* got 3 x 2 = 6; set gpus"
+    ):
+        mesh_shape(8, dp_replicate_size=3, dp_shard_size=2)
+
+
+@pytest.mark.parametrize("platform, hint", [("cpu", " (virtual ones: XLA_FLAGS="), ("gpu", "use 0 for all")])
+def test_devices_of_each_platform(monkeypatch, platform, hint):
+    """Several processors share no compiled programs."""
+    disabled = []
+    kind = "cpu" if platform == "cpu" else "NVIDIA H100"
+    monkeypatch.setattr(jax, "devices", lambda: [SimpleNamespace(platform=platform, device_kind=kind)] * 2)
+    monkeypatch.setattr(mesh, "disable_compilation_cache", lambda: disabled.append(1))
+    with pytest.raises(ConfigError, match=rf"^gpus: expected at most 2 \({kind}\), got 3; .*") as refused:
+        find_devices(3)
+    assert hint in str(refused.value) and ("XLA_FLAGS" in str(refused.value)) == (platform == "cpu")
+    assert len(find_devices(1)) == 1 and not disabled
+    assert len(find_devices(0)) == 2 and len(disabled) == (platform == "cpu")
+    monkeypatch.setattr(mesh, "too_little_to_compile", lambda: "1 GiB is left")
+    with pytest.raises(ConfigError, match=r"^memory: 1 GiB is left$"):
+        find_devices(1)
+
+
+def test_processes_have_all_devices(monkeypatch):
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    assert len(find_devices(8)) == len(find_devices(0)) == 8
+    with pytest.raises(ConfigError, match=r"^gpus: expected 0 or 8, all devices of 2 processes, got 4; use 0"):
+        find_devices(4)
 
 
 @pytest.mark.full

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from surojax import ConfigError
-from surojax.numerics import base_formats, block_fp8, nvfp4
+from surojax.numerics import base_formats, block_fp8, nvfp4, quantized
 from surojax.numerics.base_formats import FORMATS
 
 SHAPE = (200, 320)  # blocks of 128 x 128 are cut off at both ends
@@ -145,3 +145,27 @@ def test_rows_are_whole_blocks():
         "nvfp4", (8, 96), (1, 4)
     )
     assert base_formats.has_whole_blocks("fp8", (7, 9), (1, 3))
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_numbers_in_16_bits_are_quantised_in_32(name):
+    """Scales and quotients are not rounded to bfloat16."""
+    w = jnp.asarray(matrix()[:128, :256]).astype(jnp.bfloat16)
+    in_16, in_32 = (quantised(name, w=x) for x in (w, w.astype(jnp.float32)))
+    chex.assert_trees_all_equal(in_16, in_32)
+    assert all(base_formats.is_in(in_16, other) == (other == name) for other in (*FORMATS, ""))
+
+
+def test_eight_bit_copies_have_blocks_or_one_scale():
+    x = jnp.asarray(matrix())[:8, :320]
+    assert quantized.quantise(x, jnp.int8).scales.shape == (8, 4) and quantized.block_size(320) == 80
+    assert quantized.quantise(x, jnp.int8, 64).scales.shape == (8, 5)
+    whole = quantized.quantise_whole(x, jnp.float8_e4m3fn)
+    assert whole.scales.shape == () and quantized.has_one_scale(whole)
+    assert not quantized.has_one_scale(quantized.quantise(x, jnp.int8)) and not quantized.has_one_scale(x)
+    half = quantized.work_copy({"x": x}, {"x": jax.ShapeDtypeStruct(x.shape, jnp.bfloat16)}, jnp.bfloat16)
+    assert half["x"].dtype == jnp.bfloat16
+    tops = jnp.bfloat16([1.0, 448.0, 450.0])
+    chex.assert_trees_all_equal(
+        quantized.scale_for(tops, jnp.float8_e4m3fn, 1), quantized.scale_for(jnp.float32(tops), jnp.float8_e4m3fn, 1)
+    )

@@ -433,6 +433,7 @@ def test_under_shard_map_weight_gradients_are_added_up(name):
     np.testing.assert_allclose(both[1], halves[0][1] + halves[1][1], rtol=1e-6, atol=1e-4)
 
 
+@pytest.mark.full(after=99)
 @pytest.mark.parametrize("name", ERRORS)
 @pytest.mark.parametrize(
     "x, w, words",
@@ -440,11 +441,20 @@ def test_under_shard_map_weight_gradients_are_added_up(name):
         ((4, 48), (64, 48), r"multiples of 32 as out and in, got \[64, 48\]"),
         ((4, 64), (40, 64), r"multiples of 32 as out and in, got \[40, 64\]"),
         ((4, 64), (64, 32), r"x \[..., in\] and w \[out, in\], got \[4, 64\] and \[64, 32\]"),
+        ((), (64, 32), r"x \[..., in\] and w \[out, in\], got \[\] and \[64, 32\]"),
+        ((4, 64), (2, 64, 64), r"x \[..., in\] and w \[out, in\], got \[4, 64\] and \[2, 64, 64\]"),
     ],
 )
 def test_other_widths_are_refused(name, x, w, words):
     with pytest.raises(ValueError, match=words):
         linear(name)(jnp.zeros(x), jnp.zeros(w))
+
+
+def test_scales_of_kernels_are_in_8_bits_already():
+    scales = jnp.float32([2.0**-127, 0.5, 1, 2.0**100, jnp.nan])
+    in_8_bits = scales.astype(jnp.float8_e8m0fnu)
+    for found in (bs._e8m0(scales[1:]), bs._e8m0(in_8_bits)[1:]):
+        assert found.dtype == in_8_bits.dtype and np.array_equal(np.float32(found), scales[1:], equal_nan=True)
 
 
 def test_other_seeds_are_refused():

@@ -4,11 +4,13 @@ import dataclasses
 
 import pytest
 
-from surojax.config.changes import changed
-from surojax.config.fields import default_config, kinds
+from surojax.config.changes import changed, differing
+from surojax.config.fields import default_config, kinds, sequences_of_step
+from surojax.errors import ConfigError
 from surojax.planner import choices
 from surojax.planner.amounts import Memory
 from surojax.planner.gpus import GPUS
+from surojax.planner.roofline import StorageTiers
 from surojax.planner.run_plan import checked
 from surojax.sizes import divisors
 
@@ -117,3 +119,102 @@ def test_what_exceeds_a_limit_is_of_its_own_memory():
         assert need.fits(Memory(10, 20, 30)._replace(**{name: 100}))
     assert Memory(2**30, 2**21, 3e9).text() == "1.0 GiB on each GPU, 2.0 MiB of host memory, 3.0 GB of files"
     assert Memory(2**30, 0, 0).text("device") == "1.0 GiB on each device"
+
+
+@pytest.mark.parametrize(
+    "changes, why",
+    [
+        ({"sequence_len": 8191}, {"cp_size": "sequences of 8,191 tokens are shorter than 8,192"}),
+        ({"sequence_len": 8192}, {}),
+        ({"sequence_len": 4096, "cp_size": 2}, {}),  # not only long ones may keep their groups
+        ({"sequence_len": 8192, "tp_size": 8, "gradient_accumulation_steps": 2}, {}),
+        (
+            {"sequence_len": 8192, "tp_size": 8},
+            {"pp_size": "one sequence a step cannot be divided into microbatches"},
+        ),
+    ],
+)
+def test_why_an_axis_is_not_tried(changes, why):
+    c = config(**{"gpus": 8, "per_device_batch_size": 1, "gradient_accumulation_steps": 1, "num_attention_heads": 8,
+                  "num_key_value_heads": 8} | changes)  # fmt: skip
+    assert choices.mesh_layouts(c, H100, ())[1] == why
+
+
+def test_groups_have_the_same_number_of_sequences():
+    """Six sequences a step of four GPUs: of one group or two, not of four."""
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 8, "sequence_len": 1024}
+    c = config(gpus=4, tp_size=4, per_device_batch_size=1, gradient_accumulation_steps=6, **heads)
+    found, _ = choices.mesh_layouts(c, H100, ("cp_size", "pp_size"))
+    assert [sizes(change) for change in found] == [(4, 1, 1), (2, 1, 1)]
+
+
+def test_a_schedule_is_the_config_s_own_if_it_has_stages():
+    staged = config(gpus=2, pp_size=2, pp_schedule="gpipe", gradient_accumulation_steps=4)
+    alone = changed(staged, {"pp_size": 1})
+    default = default_config().pp_schedule
+    for c, pp, schedule in ((staged, 2, "gpipe"), (staged, 1, default), (alone, 2, "1f1b"), (alone, 1, default)):
+        assert choices.mesh_change(c, 1, 1, pp)["pp_schedule"] == schedule
+
+
+@pytest.mark.parametrize("gpus, replicas", [(4, {1, 2}), (8, {1, 2}), (12, {1, 3})])
+def test_replicas_are_whole_machines_or_within_one(gpus, replicas):
+    c = config(gpus=gpus)
+    found = choices.meshes(c, FOUR_IN_ONE, choices.mesh_change(c, 1, 1, 1), ())
+    assert {mesh["dp_replicate_size"] for mesh in found} == replicas
+
+
+@pytest.mark.parametrize("length, own, expected", [(8192, 1, [1]), (16384, 1, [2, 1]), (32768, 4, [4]), (8192, 2, [2])])
+def test_chunks_of_long_sequences(length, own, expected):
+    """Of 8,192 tokens on each device; a group of two has half of a sequence on each."""
+    c = config(sequence_len=length, sequence_chunks=own)
+    found = choices.chunks(c, choices.mesh_change(c, 1, 1, 1))
+    assert [change["sequence_chunks"] for change in found] == expected
+    on_two = changed(c, {"gpus": 2, "tp_size": 2, "sequence_len": 2 * length})
+    assert choices.chunks(on_two, choices.own_layout(on_two)) == found
+
+
+def test_slices_have_a_token_of_each_gpu_at_least():
+    c = changed(config(), {"gpus": 16, "tp_size": 16, "sequence_len": 8, "gradient_accumulation_steps": 4})
+    found = choices.batches(c, choices.own_layout(c))
+    assert min(change["per_device_batch_size"] for change in found if differing(c, change)) == 2
+
+
+def test_placements_of_eight_bit_copies_go_with_the_weights():
+    """Their fields are tried only if there are copies, and a folder is the config's own."""
+    plain = config(nvme_path="/disk")
+    quants = changed(plain, {"persistent_quants": True})
+    weights = StorageTiers(("weights",))
+    assert choices.placement(plain, weights) == {
+        "offload_weights": True,
+        "resident_layers": 0,
+        "overlap_update": False,
+    }
+    assert choices.placement(quants, weights)["offload_quants"] is True
+    assert "offload_quants" not in choices.placement(quants, StorageTiers(("master",)))
+    assert choices.nothing_offloaded(quants)["offload_quants"] is False
+    assert not any(choices.nothing_offloaded(plain)[field] for field in choices.OFFLOADS.values())
+    assert "offload_quants" not in choices.nothing_offloaded(plain)
+    in_files = StorageTiers(("master",), ("master",))
+    assert choices.placement(plain, in_files)["nvme_path"] == "/disk"
+    assert choices.placement(changed(plain, {"nvme_path": ""}), in_files)["nvme_path"] == "FOLDER"
+
+
+@pytest.mark.parametrize(
+    "gpus, tp, sequences, said",
+    [
+        (4, 1, 0, "expected a multiple of the 4 GPUs, got 0"),
+        (4, 1, 6, "expected a multiple of the 4 GPUs, got 6"),
+        (4, 2, 3, "expected a multiple of the 2 groups of GPUs, got 3"),
+        (2, 4, 4, "expected a multiple of the 0 groups of GPUs, got 4"),
+        (1, 1, 2**31, "expected less than 2\\^31 sequences, got 2147483648"),
+        (1, 1, 2**31 - 1, None),
+        (4, 1, 4, None),
+    ],
+)
+def test_effective_batches(gpus, tp, sequences, said):
+    c = changed(config(), {"gpus": gpus, "tp_size": tp, "sequence_len": 8})
+    if said is None:
+        assert sequences_of_step(choices.with_batch(c, sequences)) == sequences
+        return
+    with pytest.raises(ConfigError, match=f"^--effective-batch: {said}"):
+        choices.with_batch(c, sequences)

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from small import CONFIG, Small, normal, plain_loss, tokens, worst_relative
+from small import CONFIG, Small, needs, normal, plain_loss, tokens, worst_relative
 from test_engine import ORDER_OF_SUMS, engine_gradients
 
 from surojax.assembly.from_config import from_config
@@ -259,3 +259,23 @@ def test_what_is_not_built_is_refused(changes, said):
 def test_without_several_devices_nothing_is_cut():
     x = np.ones((2, 4), np.float32)
     assert context.own_tokens(x, "ring") is x and not context.is_divided()
+
+
+@needs(4)
+def test_heads_and_tokens_change_places():
+    """Four devices with three tokens each: of eight heads each gets two, with all tokens; of two heads two get one."""
+    mesh = jax.make_mesh((4,), (CONTEXT,), devices=jax.devices()[:4], axis_types=(jax.sharding.AxisType.Auto,))
+    x, y = (np.arange(2 * 12 * n * 5, dtype=np.float32).reshape(2, 12, n, 5) for n in (8, 2))
+    tokens, heads, each = jax.P(None, CONTEXT), jax.P(None, None, CONTEXT), jax.P(CONTEXT)
+
+    def exchanged(x, y, sinks):
+        many, few = context.scatter_heads(x, y)
+        return many, few, context.gather_heads(many), context.own_heads(sinks), jnp.stack(context.own_pieces("ring"))
+
+    specs = {"in_specs": (tokens, tokens, jax.P()), "out_specs": (heads, heads, tokens, each, each), "mesh": mesh}
+    many, few, back, sinks, pieces = jax.jit(jax.shard_map(exchanged, **specs))(x, y, np.arange(8.0))
+    np.testing.assert_array_equal(many, x)
+    np.testing.assert_array_equal(few, np.repeat(y, 2, axis=2))
+    np.testing.assert_array_equal(back, x)
+    assert sinks.tolist() == [*range(8)] and pieces.tolist() == [0, 7, 1, 6, 2, 5, 3, 4]
+    assert context.own_pieces("ring") == context.own_pieces("ulysses") == [0]

@@ -25,6 +25,14 @@ LIMITS: list[tuple[dict[str, Any], str, tuple, Any, str]] = [
         "fewer layers, so that one with layer_types global_attention is before them, whose keys they read, got 4; "
         "lower it",
     ),
+    (
+        SLIDES | {"layer_types": "conv,sliding_attention,full_attention,global_attention"},
+        "num_kv_shared_layers",
+        (0, 1),
+        3,
+        "fewer layers, so that one with layer_types full_attention, global_attention is before them, whose keys they "
+        "read, got 3; lower it",
+    ),
     (SLIDES, "num_kv_shared_layers", (3,), 5, "fewer than num_hidden_layers=5, got 5; lower it"),
     (
         {"vocab_size": 64, "hidden_size_per_layer_input": 4},
@@ -46,6 +54,37 @@ LIMITS: list[tuple[dict[str, Any], str, tuple, Any, str]] = [
         (64, 256),
         66,
         "a multiple of num_attention_heads=4, got 66; or set model.head_dim",
+    ),
+    (
+        {"linear_num_key_heads": 4},
+        "linear_num_value_heads",
+        (4, 8),
+        2,
+        "a multiple of linear_num_key_heads=4, each of which several share, got 2; use 4",
+    ),
+    (
+        {"linear_num_key_heads": 4},
+        "linear_num_value_heads",
+        (4,),
+        10,
+        "a multiple of linear_num_key_heads=4, each of which several share, got 10; use 8",
+    ),
+    ({"mamba_n_groups": 4}, "mamba_n_heads", (4, 8), 2, "a multiple of mamba_n_groups=4, of equal size, got 2; use 4"),
+    ({"mamba_n_groups": 4}, "mamba_n_heads", (4,), 10, "a multiple of mamba_n_groups=4, of equal size, got 10; use 8"),
+    (
+        {"mamba_dt_min": 0.5},
+        "mamba_dt_max",
+        (0.0, 0.6),
+        0.5,
+        "0, or more than mamba_dt_min=0.5, got 0.5; raise it; 0 = without a limit",
+    ),
+    (
+        {"num_hidden_layers": 3},
+        "layer_types",
+        ("full_attention, conv", ""),
+        "full_attention,",
+        "mixers of layers, separated by commas: full_attention, conv, linear_attention, latent_attention, mamba2, "
+        "sliding_attention, global_attention, got 'full_attention,'; correct it",
     ),
     ({}, "head_dim", (16, 2), 15, "an even number, since channels rotate in pairs, got 15; use 16"),
     (
@@ -96,6 +135,21 @@ LIMITS: list[tuple[dict[str, Any], str, tuple, Any, str]] = [
         "such layer",
     ),
     (MOE, "num_experts_per_tok", (1, 4), 5, "1 to num_experts=4, got 5; 8 of 64 is usual"),
+    (
+        MOE | {"scoring_func": "sigmoid", "num_experts_per_tok": 1},
+        "n_group",
+        (1, 2),
+        4,
+        "groups of two experts or more, whose two best are added up, got 4; lower it",
+    ),
+    (MOE | {"num_experts_per_tok": 1}, "n_group", (4,), 3, "a divisor of num_experts=4, got 3; use 1"),
+    (
+        {"num_experts": 1, "num_experts_per_tok": 1, "scoring_func": "sigmoid", "num_hidden_layers": 4},
+        "n_group",
+        (1,),
+        2,
+        "a divisor of num_experts=1, got 2; use 1",
+    ),
     (MOE, "num_experts_per_tok", (1, 4), 0, "1 to num_experts=4, got 0; 8 of 64 is usual"),
     (
         MOE,

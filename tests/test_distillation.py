@@ -242,6 +242,12 @@ def test_labels_are_the_likeliest_tokens_and_the_rest():
     assert (compiled_label(jnp.asarray(logits, jnp.float32), V, 2.0)[1][:, -1] < NOTHING / 2).all()
 
 
+def test_a_teacher_in_16_bits_is_read_in_32():
+    logits = jnp.asarray(3 * np.random.default_rng(3).standard_normal((4, V)), jnp.bfloat16)
+    for found, expected in zip(*(compiled_label(x, 8, 2.0) for x in (logits, jnp.float32(logits))), strict=True):
+        assert found.dtype == expected.dtype and np.array_equal(found, expected)
+
+
 def test_log_sum_exp_of_a_divided_vocabulary():
     """Of logits far apart on two devices, which one exponent does not hold."""
     mesh = jax.sharding.Mesh(jax.devices()[:2], ("tp",))

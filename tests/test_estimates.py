@@ -6,6 +6,7 @@ to, python tests/fixtures/make_estimates.py
 """
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,9 @@ from exports import Case, config_of
 
 from surojax.config.fields import default_config
 from surojax.exchange.huggingface import model_fields
-from surojax.planner import candidate, footprint, links, products, stages, step_collectives
+from surojax.models import grouped
+from surojax.parallel import expert_dispatch
+from surojax.planner import candidate, footprint, hlo, links, products, stages, step_collectives
 from surojax.planner.gpus import with_nodes
 from surojax.planner.run_plan import checked
 from surojax.planner.traffic import batch_of
@@ -100,6 +103,32 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         {"objective": "distill", "distill_path": "x", "distill_hidden_size": 64, **WORDS},
     ),
     "preferences": ("h100", {"objective": "dpo"}),
+    "rewards": ("h100", ZERO3 | {"objective": "reward", "model.num_labels": 1}),
+    "other dtypes of products": ("h100", {"matmul_dtype": "float32"}),
+    "other dtypes of gradients": ("h100", {"model_dtype": "float32", "gradient_dtype": "bfloat16"}),
+    "experts by our kernel": ("h100", EXPERTS | {"kernels": "auto"}),
+    "experts in float8": ("h100", EXPERTS | ZERO3 | {"recipe": "fp8_hybrid", "kernels": "auto"}),
+    "experts in float8 by a loop": ("h100", EXPERTS | {"recipe": "fp8_current", "zero_level": 3, "gpus": 2}),
+    "adapters of all experts": ("h100", EXPERTS | {"lora": True, "lora_target_modules": "gate_proj,up_proj,down_proj"}),
+    "magnitudes": ("h100", {"lora": True, "use_dora": True}),
+    "magnitudes of saved blocks": ("h100", {"lora": True, "use_dora": True, "recompute_block": False}),
+    "float8 of shared heads": (
+        "h100",
+        {"gpus": 8, "tp_size": 8, "recipe": "fp8_hybrid", "model.intermediate_size": 768},
+    ),
+    "float8 shards": ("h100", ZERO3 | {"recipe": "fp8_current", "persistent_quants": True}),
+    "normuon, layer by layer": ("h100", {"optimizer": "normuon", "model.num_hidden_layers": 5, **ZERO3}),
+    "an odd number of layers": ("rtx4090", OFFLOADED | {"model.num_hidden_layers": 5}),
+    "an odd base": (
+        "rtx4090",
+        {"model.num_hidden_layers": 5, "lora": True, "qlora_fp4": True, "offload_weights": True},
+    ),
+    "stages of a host": ("rtx4090", {"gpus": 4, "pp_size": 2, "offload_weights": True, "zero_level": 3}),
+    "master in files": (
+        "rtx4090",
+        {"offload_master": "nvme", "offload_optimizer": "nvme", "nvme_path": "x", "device_memory": 0.02},
+    ),
+    "outer layers, gradients whole": ("h100", WORDS | {"gpus": 4, "zero_level": 1, "shard_outer": True}),
 }
 BY_TP, BY_CP = {"gpus": 4, "tp_size": 2, "zero_level": 3}, LONG | {"gpus": 2, "cp_size": 2}
 FROZEN = {"lora": True, "lora_rank": 2, "qlora_fp8": True, "offload_weights": True, "offload_residual": True}
@@ -173,3 +202,21 @@ def test_an_estimate_is_the_stored_one(name):
     }
     numbers = {key: pytest.approx(value, rel=1e-9) for key, value in stored.items() if not isinstance(value, str)}
     assert {key: today[key] for key in numbers} == numbers
+
+
+def test_rounds_of_loops_over_tokens_of_others():
+    """Two GPUs with four experts each; a token chooses two of eight, so 22 of 28 times one of the other GPU's."""
+    loops = {"sent": expert_dispatch.SCOPE, "pieces": grouped.IN_PIECES, "other": "microbatches"}
+    text = "HloModule step\n\n" + "".join(
+        f'%{name} (p: s32[]) -> s32[] {{\n  %p = s32[] parameter(0), metadata={{op_name="jit(f)/{scope}/x"}}\n}}\n\n'
+        for name, scope in loops.items()
+    )
+    entry = "".join(f"  %w_{name} = s32[] while(%i), condition=%c, body=%{name}\n" for name in loops)
+    module = hlo.parse_module(text + "ENTRY %main (i: s32[]) -> s32[] {\n  %i = s32[] parameter(0)\n" + entry + "}\n")
+    c = checked(config(EXPERTS | {"gpus": 2, "ep_size": 2, "zero_level": 3}), "h100")
+    found = stages.with_rounds(module, footprint.assembly(c), batch_of(c))
+    assert hlo.trips(found[""]["w_sent"]) == math.ceil(2 * 256 * 22 / 28 / (2 * 256 / 8)) == 7
+    assert hlo.trips(found[""]["w_pieces"]) == grouped.choice_pieces(2 * 256 * 2, 4)
+    assert found[""]["w_other"] is module[""]["w_other"]
+    alone = checked(config(EXPERTS), "h100")
+    assert stages.with_rounds(module, footprint.assembly(alone), batch_of(alone)) is module

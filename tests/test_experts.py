@@ -298,6 +298,27 @@ def test_blocks_have_room_however_choices_fall(choices, experts):
         assert np.array_equal(np.asarray(found.choice_MR).reshape(-1)[np.asarray(found.place_Nk)[:, 0]], range(choices))
 
 
+@pytest.mark.parametrize(
+    "precision, recipe_enabled, dtype, how, why",
+    [
+        ({}, True, "bfloat16", {}, "kernels='xla'"),
+        ({"kernels": "auto"}, True, "bfloat16", {}, ""),
+        ({"kernels": "auto"}, True, "bfloat16", {"sent": True}, "tokens are sent to them (ep_size)"),
+        ({"kernels": "auto"}, True, "bfloat16", {"adapted": True}, "they have adapters"),
+        ({"kernels": "auto", "recipe": "mxfp8"}, True, "bfloat16", {}, "recipe='mxfp8'"),
+        ({"kernels": "auto", "recipe": "mxfp8"}, False, "bfloat16", {}, ""),
+        ({"kernels": "auto", "matmul_dtype": "float32"}, True, "bfloat16", {}, "their products have another dtype"),
+        ({"kernels": "auto", "gradient_dtype": "float32"}, True, "bfloat16", {}, "their products have another dtype"),
+        ({"kernels": "auto", "recipe": "fp8_current", "matmul_dtype": "float32"}, True, "float32", {}, ""),
+        ({"kernels": "auto", "recipe": "fp8_current"}, False, "float32", {}, "takes 16-bit matrices of multiples of"),
+        ({"kernels": "auto"}, True, "float32", {}, "these are float32 64 x 96 on a GPU"),
+    ],
+)
+def test_why_no_kernel_computes_experts(precision, recipe_enabled, dtype, how, why):
+    found = grouped.why_by_loop(Precision(**precision), recipe_enabled, dtype, (4, 64, 96), **how)
+    assert why in found and bool(why) == bool(found)
+
+
 # --- the engine -------------------------------------------------------------------------------------------------------
 
 SEVEN = dataclasses.replace(CONFIG, num_experts=7, num_experts_per_tok=3, moe_intermediate_size=24)
@@ -853,8 +874,8 @@ MISTAKES = {
     ),
     "weights of the choice have no gradient": (
         experts,
-        "h_RF.astype(jnp.float32) * weight_R[:, None]",
-        "h_RF.astype(jnp.float32) * jax.lax.stop_gradient(weight_R[:, None])",
+        "h_RF * weight_R[:, None]",
+        "h_RF * jax.lax.stop_gradient(weight_R[:, None])",
     ),
     "the least likely experts": (experts, "jax.lax.stop_gradient(ranked_BSE)", "jax.lax.stop_gradient(-ranked_BSE)"),
     "rows of an expert begin where the last one's end": (grouped, "-(-counts_E // R) * R", "counts_E"),

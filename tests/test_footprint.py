@@ -1,5 +1,6 @@
 """The estimate of memory against what XLA plans for the real step, and that the advice is true."""
 
+import math
 import re
 from pathlib import Path
 from types import SimpleNamespace
@@ -380,6 +381,39 @@ def test_a_machine_without_gpus_is_told_what_gpus_would_need():
     for text, number in options:
         there = apply(c, text)
         assert gib(footprint.needs(there, there.gpus, "gpu").device) == number
+
+
+@pytest.mark.parametrize("platform, kind", [("gpu", "NVIDIA GeForce RTX 4090"), ("gpu", "another"), ("cpu", "cpu")])
+def test_what_is_asked_of_the_search_for_a_run_that_does_not_fit(monkeypatch, platform, kind):
+    """A few settings, on as many GPUs as here; an estimated time only of a GPU that is known."""
+    asked = []
+
+    class Proposed:
+        def line(self, **how):
+            return f"proposed {how}"
+
+    def proposals(space):
+        asked.append(space)
+        return [Proposed()]
+
+    monkeypatch.setattr(remedies, "proposals", proposals)
+    monkeypatch.setattr(check_fit, "needs", lambda c, n, platform: Memory(100, 0))
+    monkeypatch.delenv("XLA_PYTHON_CLIENT_MEM_FRACTION", raising=False)
+    devices = [SimpleNamespace(platform=platform, device_kind=kind, process_index=0)] * 2
+    room = check_fit.Room(99, SimpleNamespace(size=50, limit=""), 2)  # type: ignore[arg-type]
+    lines = check_fit._advice(small(gpus=0), devices, room)
+    by_itself = "JAX takes 0.75 of a GPU's memory by itself, so 0.0 MiB (fits)"
+    mild = [f"XLA_PYTHON_CLIENT_MEM_FRACTION=0.95 in the environment: {by_itself}"]
+    timed, device = kind.startswith("NVIDIA"), "device" if platform == "cpu" else "GPU"
+    assert lines == [*mild * (platform == "gpu"), f"proposed {{'timed': {timed}, 'device': '{device}'}}"]
+    (space,) = asked
+    assert (space.few, space.platform, space.config.gpus, space.gpu.gpus_per_node) == (True, platform, 2, 2)
+    assert space.limits == Memory(99, 50 if platform == "gpu" else math.inf, 0)
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.9")  # the user's own
+    assert check_fit._advice(small(gpus=0), devices, room) == lines[-1:]
+    assert check_fit._advice(small(gpus=0, nvme_path="x"), devices, room) and asked[-1].limits.files == math.inf
+    monkeypatch.delenv("XLA_PYTHON_CLIENT_MEM_FRACTION")
+    assert check_fit._advice(small(gpus=0), devices, room._replace(device=100)) == lines[-1:]
 
 
 def test_sums_and_their_parts_have_one_unit():

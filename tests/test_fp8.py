@@ -55,6 +55,18 @@ def test_scale_is_the_smallest_power_of_two_that_fits(dtype):
     assert not np.isfinite(scale_for(jnp.array([jnp.inf, jnp.nan]), dtype)).any()  # they are not lost
 
 
+def test_a_product_adds_one_array_or_row():
+    a, b = (quantise_whole(normal(i, (32, 64)), fp8.E4M3) for i in range(2))
+    y, plus = fp8.product(a, b, jnp.bfloat16), normal(2, (1, 32)).astype(jnp.bfloat16)
+    assert y.dtype == jnp.bfloat16 and np.array_equal(fp8.product(a, b, jnp.bfloat16, plus=plus), y + plus)
+
+
+def test_a_history_has_the_newest_magnitudes_in_front():
+    history, newest = jnp.arange(6.0).reshape(1, 2, 3), jnp.float32([[7, 8]])
+    assert np.array_equal(fp8.extended(history, newest), [[[7, 0, 1], [8, 3, 4]]])
+    assert fp8.extended(None, newest) is None and fp8.extended(history, None) is None
+
+
 def test_numbers_in_range_are_rounded_once_and_larger_ones_clipped():
     x = normal(0, (64, 96)) * 3
     q = quantise_whole(x, fp8.E4M3)

@@ -2,8 +2,11 @@
 
 import dataclasses
 import functools
+from types import SimpleNamespace
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from small import CONFIG, Small, tokens
@@ -14,9 +17,11 @@ from surojax.config.fields import default_config
 from surojax.errors import ConfigError
 from surojax.models.model import Compute
 from surojax.numerics.recipes import Precision
+from surojax.parallel.collectives import Squares
 from surojax.placement.layout import batch_sharding
 from surojax.planner import hlo
 from surojax.step import stream, weights
+from surojax.step.totals import LayerTotals, Totals
 
 ALL = dict.fromkeys(
     ("offload_weights", "offload_master", "offload_optimizer", "offload_grads", "offload_residual"), True
@@ -120,3 +125,31 @@ def test_groups_must_divide_the_microbatches(group, change):
     expected = f"microbatches_per_fetch: expected a divisor of gradient_accumulation_steps = 4, got {group}; {change}"
     with pytest.raises(ConfigError, match=f"^{expected}$"):
         checks.check(c)
+
+
+def test_totals_of_a_step_by_hand():
+    """What layers add, and flags that stay down once something was not finite."""
+    segment = SimpleNamespace(name="a", statistics={"n": jax.ShapeDtypeStruct((), jnp.float32)}, num_layers=2)
+    delayed = SimpleNamespace(delayed=True)
+    model = SimpleNamespace(precision=delayed, num_layers=2, sites=SimpleNamespace(number=3), segments=[segment])
+    engine: Any = SimpleNamespace(model=model, sums=("loss", "nats"), locates_nonfinite=True, auxiliary=None)
+    totals = Totals.zeros(engine)
+    numbers = lambda x: jax.tree.map(lambda y: np.asarray(y).tolist(), x)
+    assert numbers(totals.finite) == (True, True) and numbers(totals.observed) == [[0] * 3] * 2
+    one = LayerTotals({"n": jnp.float32(2)}, Squares(jnp.float32(1), jnp.float32(4)), jnp.float32([1, 5, 0]))
+    both = one.plus(LayerTotals({"n": jnp.float32(3)}, None, jnp.float32([2, 1, 0]))).plus(LayerTotals())
+    assert numbers(both) == ({"n": 5}, (1, 4), [2, 5, 0])
+    totals = totals.plus(both, "a", 0, 1).plus(both, "a", 0, 1).plus(LayerTotals(), "a", 1, 0)
+    assert numbers(totals.statistics) == {"a": {"n": [10, 0]}} and numbers(totals.squares) == (2, 8)
+    assert numbers(totals.observed) == [[0] * 3, [2, 5, 0]]
+    well, broken = jnp.zeros((2, 3)), jnp.float32([[0, jnp.nan]])
+    forward = totals.after_forward([well, broken]).after_forward([well]).after_backward([well])
+    backward = totals.after_forward([well]).after_backward([broken, well]).after_backward([well])
+    assert numbers(forward.finite) == (False, True) and numbers(backward.finite) == (True, False)
+    plain = totals._replace(finite=None, sums={"loss": jnp.float32(6), "nats": jnp.float32(8)})
+    assert plain.after_forward([broken]) is plain.after_backward([broken]) is plain
+    scale, over = jnp.float32(0.5), lambda reduce, stacks: reduce(stacks)
+    batch: Any = None
+    found = numbers(plain.metrics(engine, batch, scale, over))
+    assert found == {"loss": 3, "nats": 4, "statistics": {"a": {"n": [10, 0]}}}
+    assert numbers(forward.metrics(engine, batch, scale, over)["finite"]) == [[False, True]]

@@ -53,6 +53,21 @@ def test_loss_gradients_and_metrics_are_those_of_trl(case):
         np.testing.assert_allclose(sums[name] / terms, case["metrics"][name], rtol=1e-5)
 
 
+def test_a_row_that_fills_up_a_batch_counts_nothing():
+    """It has no completion, whose length a mean would be divided by."""
+    of_run = Grpo(GrpoSettings(grpo_loss_type="grpo", importance_sampling_level="sequence"))
+    computed = jax.jit(of_run.sums_and_weights)
+    labels = np.int32([[1, 2, -1], [3, 4, 5], [-1, -1, -1]])
+    logprob = np.float32([[-1, -2, 0], [-3, -1, -2], [0, 0, 0]])
+    targets = {LABELS: labels, SAMPLED: logprob - 0.1, ADVANTAGE: (labels >= 0) * np.float32([[1], [-2], [0]])}
+    whole = computed(logprob, targets)
+    sums, weights = computed(logprob[:2], {name: x[:2] for name, x in targets.items()})
+    for name, x in sums.items():
+        assert float(whole[0][name]) == pytest.approx(float(x)), name
+    np.testing.assert_allclose(whole[1], [*weights, [0, 0, 0]], rtol=1e-6)
+    assert of_run.count(targets) == 2
+
+
 def batch(seed: int = 0) -> dict[str, np.ndarray]:
     """Prompts and completions of uneven lengths; the sampler and the reference are other models than the policy."""
     rng = np.random.default_rng(seed)

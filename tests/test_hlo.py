@@ -122,6 +122,43 @@ def test_rematerialised_operations_are_named():
     }
 
 
+def test_means_of_rounds_are_rounded_once():
+    """A loop of ten thirds of a round in one of two: 20/3 times. Names of values are not made again."""
+    more = """  %kept = f32[8,4]{1,0:S(5)} copy(%x)
+  %z.remat = f32[1,3]{1,0} negate(%x)
+  %p.remat = f32[8,4]{1,0} get-tuple-element(%p), index=1
+"""
+    text = PROGRAM.replace('{"n":"3"}', '{"n":"10/3"}').replace("  ROOT %out", more + "  ROOT %out")
+    module = [(hlo.parse_module(text), 1)]
+    found = {(x.op, x.axis): (x.count, x.bytes) for x in hlo.collectives(module, MESH)}
+    assert repr(found["all-gather", "dp_shard"]) == "(7, 640)"
+    assert repr(hlo.host_copies(module)["d2h_bytes"]) == str(round(6 * 2 + 128 + 128 * 20 / 3))
+    remade = hlo.rematerialised(module)
+    assert repr((remade["count"], remade["bytes"])) == f"({round(1 + 20 / 3)}, {128 + 12 * 20 // 3})"
+
+
+def test_a_collective_in_an_asynchronous_computation():
+    text = """HloModule step
+
+%sums (x: f32[4]) -> f32[4] {
+  %x = f32[4]{0} parameter(0)
+  ROOT %all-to-all.1 = f32[4]{0} all-to-all(%x), replica_groups={{0,1}}
+}
+
+ENTRY %main (a: pred[4]) -> f32[4] {
+  %a = pred[4]{0} parameter(0)
+  %start = ((pred[4]), f32[4]{0}) async-start(%a), calls=%sums
+  ROOT %fused = f32[4]{0} fusion(%a), kind=kLoop, calls=%sums
+}
+"""
+    module = hlo.parse_module(text)
+    found = hlo.collective(module, module[""]["start"])
+    assert found is not None and found.name == "all-to-all.1"
+    assert hlo.collective(module, module[""]["fused"]) is None
+    assert [i.name for i, *_ in hlo.executed(module)] == ["a", "start", "x", "all-to-all.1", "fused"]
+    assert hlo.arrays("(pred[4], s4[3], token[])")[:2] == (hlo.Array(4, 1, False), hlo.Array(2, 1, False))
+
+
 def test_a_loop_of_unknown_length_is_refused():
     with pytest.raises(ValueError, match=r"while\.2.*constant length"):
         list(hlo.executed(hlo.parse_module(PROGRAM.replace('"known_trip_count":{"n":"2"}', ""))))
@@ -193,6 +230,22 @@ def test_the_direction_of_a_copy(shape, operand, expected):
 )
 def test_bytes_that_one_of_four_gpus_sends(op, sent):
     assert hlo.WIRE[op](4, 1000) == sent
+
+
+@pytest.mark.parametrize(
+    "attributes, axes, devices",
+    [
+        ("replica_groups=mesh['a'=2,'b'=4] {'a','b'}", "dp_replicate+dp_shard", 8),
+        ("replica_groups={{0,4},{1,5}}", "dp_replicate", 2),
+        ("source_target_pairs={{0,1},{1,0}}", "dp_shard", 2),
+        ("replica_groups=[2,4]<=[8]", "dp_shard", 4),
+        ("replica_groups=[4,2]<=[2,4]T(1,0)", "dp_replicate", 2),
+        ("", "dp_replicate+dp_shard", 8),  # all devices
+    ],
+)
+def test_the_axes_of_a_group(attributes, axes, devices):
+    attributes = attributes.replace("'a'", "'dp_replicate'").replace("'b'", "'dp_shard'")
+    assert hlo.group(hlo.Instruction("i", "f32[8]", "all-reduce", (), attributes), MESH) == (axes, devices)
 
 
 def test_the_result_of_an_instruction_is_behind_its_operands():

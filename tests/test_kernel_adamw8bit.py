@@ -191,6 +191,13 @@ def bad(shape=(2, 512), **changes) -> dict[str, Any]:
     [
         ({"p": jnp.zeros((2, 512), jnp.float16)}, "p: expected float32 or bfloat16, got float16"),
         ({"p": jnp.zeros((0, 512))}, "p: expected a matrix that is not empty, got"),
+        ({"p": jnp.zeros(())}, "p: expected a matrix that is not empty, got"),
+        ({"g": jnp.zeros((2, 512), jnp.float16)}, "g: expected float32 or bfloat16, got float16"),
+        ({"m_scale": jnp.zeros((2, 0))}, "m_scale: expected one for each block of a row"),
+        ({"m_scale": jnp.zeros(())}, "m_scale: expected one for each block of a row"),
+        ({"m_scale": jnp.zeros((3, 2))}, "m_scale: expected one for each block of a row"),
+        ({"h": jnp.zeros(8, jnp.int32)}, r"h: expected float32 \[8\]"),
+        ({"seed": jnp.zeros(3, jnp.uint32)}, r"seed: expected uint32 \[2\] or \[2, 2\], got uint32 \(3,\)"),
         ({"g": jnp.zeros((2, 256))}, r"g: expected the shape of p, \(2, 512\), got \(2, 256\)"),
         ({"m": jnp.zeros((2, 512))}, "m: expected int8, got float32"),
         ({"v": jnp.zeros((2, 512), jnp.int8)}, "v: expected uint8, got int8"),

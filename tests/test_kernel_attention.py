@@ -16,7 +16,7 @@ from small import KERNEL, REFERENCE, needs, normal, quick_at
 
 from pallas_kernels import bench, dispatch, flash_attention as op, shapes
 from surojax.models import decoder_config, decoder_model
-from surojax.models.attention import attend, chosen_implementation
+from surojax.models.attention import attend, chosen_here, chosen_implementation
 from surojax.models.model import Compute
 from surojax.planner import aot
 
@@ -180,6 +180,13 @@ def test_what_the_kernel_does_not_take_is_refused():
         op.attention(q, k[:, :, :, :4], v, starts)
     with pytest.raises(ValueError, match=r"attention: k: expected \(1, '16 or more', 'K', 8\), got \(1, 15, 2, 8\)"):
         op.attention(q, k[:, 1:], v[:, 1:], starts)
+    for wrong in ((q[0], k, v), (q[:0], k, v), (q, k[0], v), (q, k[:, :, :1].repeat(3, 2), v), (q, k, v[:, :, :1])):
+        with pytest.raises(ValueError, match=r"attention: [qkv]: expected"):
+            op.attention(*wrong, starts)
+    with pytest.raises(ValueError, match=r"attention: v: expected \(1, 16, 2, 'v'\), got \(1, 16, 2\)"):
+        op.attention(q, k, v[..., 0], starts)
+    with pytest.raises(ValueError, match="attention: window: expected 0 or more, got -1"):
+        op.attention(q, k, v, starts, window=-1)
     with pytest.raises(NotImplementedError, match="cudnn attention: expected one document in a row, got several; use"):
         attend(q, k, v, starts=jnp.asarray(starts), implementation="cudnn")
 
@@ -198,6 +205,7 @@ CHOSEN = [  # dtype, channels, those of values, packed; chosen on an Ada or Ampe
     ("bfloat16", 192, 128, False, "mosaic", "cudnn"),
     ("bfloat16", 192, 128, True, "mosaic", "mosaic"),
     ("bfloat16", 128, 64, False, "mosaic", "mosaic"),  # no pair of sizes that cuDNN has a backward pass for
+    ("float32", 192, 128, False, "xla", "xla"),
     ("float32", 128, 0, False, "xla", "xla"),
     ("float32", 256, 0, True, "xla", "xla"),
 ]
@@ -209,6 +217,23 @@ def test_auto_is_flash_attention_where_a_gpu_has_it(dtype, head_dim, value_dim, 
     for hopper, by in ((False, elsewhere), (True, on_hopper)):
         assert chosen_implementation(*heads, gpu=True, packed=packed, hopper=hopper) == by
         assert chosen_implementation(*heads, gpu=False, packed=packed, hopper=hopper) == "xla"
+
+
+@pytest.mark.parametrize(
+    "head_dim, how, by",
+    [
+        (64, {}, "xla"),  # cuDNN's, for which JAX looks at the device
+        (64, {"packed": True}, "mosaic"),
+        (64, {"softcap": True}, "mosaic"),
+        (64, {"sinks": True}, "mosaic"),
+        (64, {"piece": 64}, "cudnn"),
+        (160, {}, "mosaic"),
+    ],
+)
+def test_auto_asks_for_the_device_of_what_it_takes(monkeypatch, head_dim, how, by):
+    """Where our kernels may be traced, but the program's device is no GPU: those are lowered for another one."""
+    monkeypatch.setattr(dispatch, "choose", lambda op, implementation: "mosaic")
+    assert chosen_here("auto", "bfloat16", head_dim, **{"packed": False} | how) == by
 
 
 # --- compiled for GPUs ------------------------------------------------------------------------------------------------

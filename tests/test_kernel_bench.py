@@ -148,3 +148,65 @@ def test_bytes_of_an_update_are_those_of_its_arrays():
         p, g, m, m_scales, v, v_scales, *_ = (x.size * x.dtype.itemsize for x in case.args)
         work = 2 * case.args[0].size if case.name.endswith("stack") else 0
         assert case.bytes == 2 * p + g + 2 * (m + m_scales + v + v_scales) + work
+
+
+@pytest.mark.parametrize(
+    "dtype, shape, allowed",
+    [("float32", (2,), 1e-4), ("bfloat16", (2,), 2**-7), ("float8_e5m2", (2,), 2**-2), ("float32", (), 2**-8)],
+)
+def test_what_is_more_than_rounding(dtype, shape, allowed):
+    """Of the largest number, 2; a largest magnitude by itself is rounded to bfloat16. Codes may be the next ones."""
+    expected = jnp.full(shape, 2.0, dtype)
+    for apart, is_rounding in ((0.0, True), (1.99 * allowed, True), (4 * allowed, False), (math.nan, False)):
+        actual = jnp.full(shape, 2.0 + apart, jnp.float32).astype(dtype)
+        assert bool(bench.disagreement([actual], [expected])) != is_rounding, apart
+    code = jnp.int8([3, -2])
+    assert not bench.disagreement([code + jnp.int8([1, 0])], [code])
+    assert bench.disagreement([code + jnp.int8([2, 0])], [code]).startswith("2.00e+00 apart, where 1.00e+00")
+    assert bench.disagreement([code], [jnp.uint8([3, 2])]) == "int8 in place of uint8"
+
+
+def test_random_arguments_are_small():
+    """Integers from 0 to 96, scales between 0.1 and 0.9, matrices of normal numbers; each its own."""
+    shapes_of = [((1000,), jnp.int8), ((1000,), jnp.float32), ((40, 50), jnp.float32), ((40, 50), jnp.float32)]
+    case = Case("step", lambda *_, **__: None, tuple(jax.ShapeDtypeStruct(*s) for s in shapes_of), 0)
+    whole, scales, a, b = bench.random_arguments(case, 0)
+    assert [(x.shape, x.dtype) for x in (whole, scales, a, b)] == [(shape, jnp.dtype(d)) for shape, d in shapes_of]
+    assert (whole.min(), whole.max()) == (0, 96) and 0.1 <= scales.min() < 0.11 and 0.89 < scales.max() <= 0.9
+    assert a.std() == pytest.approx(1, abs=0.1) and abs(a.mean()) < 0.1 and (a != b).any()
+
+
+@pytest.mark.parametrize("kernel", [True, False])
+def test_a_measurement_by_hand(monkeypatch, kernel):
+    """A megabyte in 2 ms, where a copy reads and writes one in 1 ms. Results are of the second seed."""
+    case = Case(
+        "step",
+        lambda x, *, implementation=None: x * (1 if implementation == "xla" else 3),
+        (jax.ShapeDtypeStruct((4, 4), jnp.float32),),
+        10**6,
+    )
+    seconds = {"copy": 1e-3, "xla": 4e-3} | ({"mosaic": 2e-3} if kernel else {})
+    monkeypatch.setattr(bench, "COPY_BYTES", 10**6)
+    monkeypatch.setattr(bench, "call_seconds", lambda callers, repeat: seconds)
+    row, copy = bench.measure("op", case, ("mosaic", "xla") if kernel else ("xla",), 1)
+    largest = float(jnp.abs(bench.random_arguments(case, 1)[0]).max()) if kernel else None
+    of_kernel = (2e-3, 4e-3, 0.5, 0.25, 2 * largest, largest) if largest else (None, 4e-3, *[None] * 4)
+    assert copy == 2e9 and row == bench.Measurement("op.step", 10**6, *of_kernel)
+    assert bench.measure("step", case, ("xla",), 1)[0].case == "step"
+
+
+@pytest.mark.parametrize(
+    "name, expected",
+    [
+        ("gpt2", (768, 4 * 768, 12, 12, 64, 50257)),
+        ("llama1b", (2048, 8192, 32, 8, 64, 128256)),  # Llama 3.2
+        ("llama7b", (4096, 11008, 32, 32, 128, 32000)),
+        ("qwen7b", (3584, 18944, 28, 4, 128, 152064)),  # Qwen 2.5
+        ("qwen32b", (5120, 27648, 40, 8, 128, 152064 - 128)),  # Qwen 3
+        ("llama70b", (8192, 28672, 64, 8, 128, 128256)),  # Llama 3
+    ],
+)
+def test_sizes_of_published_models(monkeypatch, name, expected):
+    """As in their config.json."""
+    monkeypatch.undo()
+    assert MODELS[name] == expected

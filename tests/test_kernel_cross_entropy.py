@@ -166,6 +166,8 @@ def test_weight_is_any_number(weight, how):
         (dict(labels=jnp.zeros(3, jnp.int32)), r"labels: expected shape \(2,\), since logits are \(2, 8\), got \(3,\)"),
         (dict(labels=jnp.zeros(2)), "dtype of labels: expected int32, got float32"),
         (dict(logits=jnp.zeros(())), r"logits: expected shape \[..., V\] with V >= 1, got \(\)"),
+        (dict(logits=jnp.zeros((2, 0))), r"logits: expected shape \[..., V\] with V >= 1, got \(2, 0\)"),
+        (dict(z_loss="1"), "z_loss: expected a number, 0 or more, got 1"),
         (dict(weight=jnp.ones(2)), r"weight: expected one number, shape \(\), got \(2,\)"),
         (dict(z_loss=-1.0), "z_loss: expected a number, 0 or more, got -1.0"),
         (dict(implementation="cuda"), r"implementation: expected one of \(None, 'mosaic', 'xla'\), got 'cuda'"),

@@ -233,3 +233,33 @@ def test_a_reduction_by_all_warp_groups_is_seen():
             kernel, out_type=number, grid=(1,), grid_names=("rows",), num_threads=groups, thread_name="group"
         )
         assert reductions_by_all(jax.make_jaxpr(run)(jnp.zeros(128))) == found
+
+
+LARGE = [  # (kernel, shape of its input that has 2^31 numbers, one that has fewer)
+    (lambda x: quantize.absmax(x, implementation="mosaic"), (2**31,), (2**31 - 128,)),
+    (lambda x: quantize.cast_transpose(x, one, fp8_format.E4M3, implementation="mosaic"), (2**15, 2**16), (64, 2**20)),
+    (lambda x: quantize.quantize_blocks(x, jnp.int8, implementation="mosaic"), (2**24, 128), (2**24 - 8, 128)),
+    (lambda x: mx.quantize(x, implementation="mosaic"), (2**24, 128), (2**24 - 8, 128)),
+    (lambda x: nvfp4_quantize.quantize(x, implementation="mosaic"), (2**24, 128), (2**24 - 8, 128)),
+    (lambda x: nvfp4_quantize.quantize_weights(x, implementation="mosaic"), (2**24, 128), (2**24 - 128, 128)),
+]
+
+
+@pytest.mark.parametrize("kernel, large, fewer", LARGE)
+def test_arrays_that_32_bits_number(kernel, large, fewer):
+    """Nothing of their size is made."""
+    with pytest.raises(dispatch.Unserved, match=r"other (sizes|blocks): the kernel needs .*2\^31"):
+        jax.eval_shape(kernel, jax.ShapeDtypeStruct(large, jnp.float32))
+    jax.eval_shape(kernel, jax.ShapeDtypeStruct(fewer, jnp.float32))
+
+
+def test_the_device_that_a_program_is_for():
+    """The default one, the first of a platform, or the one that was chosen."""
+    assert dispatch.target() == jax.devices()[0] and dispatch.automatic.__wrapped__() == "xla"
+    with jax.default_device("cpu"):
+        assert dispatch.target() == jax.devices()[0] and dispatch.automatic.__wrapped__("cpu") == "xla"
+    with jax.default_device(jax.devices()[-1]):
+        assert dispatch.target() == jax.devices()[-1]
+    assert dispatch.automatic.__wrapped__(jax.devices()[-1]) == "xla"
+    gpu = types.SimpleNamespace(platform="gpu", compute_capability="9.0", device_kind="that one")
+    assert dispatch.automatic.__wrapped__(gpu) == "mosaic"

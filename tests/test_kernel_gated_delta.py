@@ -130,6 +130,9 @@ def test_heads_that_the_kernels_do_not_take_are_refused():
         gated_delta_rule(more, None, state, implementation="mosaic")
     with pytest.raises(ValueError, match=r"gated_delta: starts: expected \(1, 23\), got \(1, 22\)"):
         op.gated_delta(tokens, jnp.zeros((1, 22), jnp.int32), state)
+    for values in (tokens.v[..., 0], tokens.v[:0]):
+        with pytest.raises(ValueError, match=r"gated_delta: v: expected \[B, T, K, r, v\], not empty"):
+            op.gated_delta(tokens._replace(v=values), jnp.zeros((1, 23), jnp.int32), state)
     with pytest.raises(ValueError, match=r"gated_delta: beta: expected \(1, 23, 2, 2\), got \(1, 23, 2, 1\)"):
         op.gated_delta(tokens._replace(beta=tokens.beta[..., :1]), jnp.zeros((1, 23), jnp.int32), state)
 

@@ -103,6 +103,15 @@ def test_sizes_that_the_kernels_take():
         grouped_matmul(x, w, of_tiles, implementation="mosaic")
     with pytest.raises(ValueError, match=r"grouped_matmul: x: expected \[R, K\], R a multiple of 64"):
         grouped_matmul(x[:10], w, of_tiles)
+    for left, right in ((x[None], w), (x[:0], w), (x, w[0]), (x, w[:, :, :32])):
+        with pytest.raises(ValueError, match=r"grouped_matmul: [xw]: expected"):
+            grouped_matmul(left, right, of_tiles)
+    dy8, x8 = x.T.astype(e5m2), x.T.astype(e4m3)
+    for left, right in ((dy8[None], x8), (dy8[:, :0], x8), (dy8[:, :32], x8), (dy8, x8[0]), (dy8, x8[:, :32])):
+        with pytest.raises(ValueError, match=r"scaled_sums: (dy|x): expected"):
+            scaled_sums(left, right, of_tiles, jnp.ones(1), dtype=bf16)
+    with pytest.raises(ValueError, match=r"grouped_matmul: experts: expected int32 .* got uint8"):
+        grouped_matmul(x, w, jnp.zeros(1, jnp.uint8))
     with pytest.raises(
         ValueError, match="scaled_product: dtype of the left operand: expected float8_e4m3fn or float8_"
     ):

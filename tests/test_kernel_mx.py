@@ -167,6 +167,7 @@ X = jnp.ones((128, 128))
         (lambda: mx.quantize(X, implementation="triton"), "mx.quantize: implementation: expected one of"),
         (lambda: mx.quantize_transposed(X[:40]), r"x: expected \[M, N\], M a multiple of 32, got \(40, 128\)"),
         (lambda: mx.quantize_transposed(X[None]), r"x: expected \[M, N\], M a multiple of 32, got \(1, 128, 128\)"),
+        (lambda: mx.quantize_transposed(f32(1)), r"x: expected \[M, N\], M a multiple of 32, got \(\)"),
         (lambda: mx.quantize_both(X[0]), r"x: expected \[M, N\], multiples of 32, got \(128,\)"),
         (lambda: mx.quantize_both(X[:, :40]), r"x: expected \[M, N\], multiples of 32, got \(128, 40\)"),
     ],

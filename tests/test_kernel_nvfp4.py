@@ -158,6 +158,10 @@ X = jnp.ones((128, 128))
         (lambda: nvfp4_quantize.quantize(X[:, :40]), r"x: expected \[..., N\], N a multiple of 16, got \(128, 40\)"),
         (lambda: nvfp4_quantize.quantize(f32(1)), r"x: expected \[..., N\], N a multiple of 16, got \(\)"),
         (lambda: nvfp4_quantize.quantize(X, f32(1)), r"seed: expected int32 or uint32 \[\], got float32 \(\)"),
+        (lambda: nvfp4_quantize.quantize(X, jnp.zeros(2, jnp.int32)), r"seed: expected .* got int32 \(2,\)"),
+        (lambda: nvfp4_quantize.quantize_both(X[:40], ROTATION, SEEDS), r"x: expected .*, got \(40, 128\)"),
+        (lambda: nvfp4_quantize.quantize_weights(X[0]), r"w: expected \[M, N\], multiples of 16, got \(128,\)"),
+        (lambda: nvfp4_quantize.quantize_weights(X[:40]), r"w: expected \[M, N\], multiples of 16, got \(40, 128\)"),
         (lambda: nvfp4_quantize.quantize(X, 3), r"seed: expected int32 or uint32 \[\], got 3"),
         (
             lambda: nvfp4_quantize.quantize(X, implementation="triton"),

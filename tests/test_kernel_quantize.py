@@ -276,6 +276,7 @@ GOLDEN = [3283721713, 1479341789, 1843144633, 2033393127]  # of seed 1, indices 
 # --- what is refused --------------------------------------------------------------------------------------------------
 
 X, SCALE = jnp.ones((64, 128)), f32(1)
+CODES = X.astype(E4M3)
 
 
 @pytest.mark.full(after=100)  # refused in milliseconds
@@ -293,6 +294,17 @@ X, SCALE = jnp.ones((64, 128)), f32(1)
         (lambda: q.transpose(X), r"x8: expected \[M, N\] of 8 bits, got float32 \(64, 128\)"),
         (lambda: q.quantize_blocks(X, bf16), "dtype: expected one of int8"),
         (lambda: q.quantize_blocks(X, jnp.int8, 96), r"block: expected a divisor of n, \(128,\), got 96"),
+        (lambda: q.quantize_blocks(X, jnp.int8, 0), r"block: expected a divisor of n, \(128,\), got 0"),
+        (lambda: q.quantize_blocks(X[0, 0], jnp.int8, 1), r"block: expected a divisor of n, \(\), got 1"),
+        (lambda: q.transpose(CODES[0]), r"x8: expected \[M, N\] of 8 bits, got float8_e4m3fn \(128,\)"),
+        *(
+            (
+                lambda scales=scales: q.dequantize_blocks(q.BlockQuantized(CODES, scales), bf16),
+                "scales: expected float32",
+            )
+            for scales in (X[0], X[:2, :2], X[:, :0], X[:, :2].astype(bf16))
+        ),
+        (lambda: q.stochastic_round(X, jnp.zeros(2, jnp.int32)), r"seed: expected int32 or uint32 \[\]"),
         (lambda: q.dequantize_blocks(q.BlockQuantized(X, X), bf16), "dtype of values: expected int8"),
         (lambda: q.dequantize_blocks(q.quantize_blocks(X, jnp.int8), jnp.int8), "dtype: expected bfloat16"),
         (lambda: q.dequantize_blocks(q.BlockQuantized(X.astype(E4M3), X[:, :3]), bf16), "scales: expected float32"),

@@ -162,6 +162,7 @@ ones = jnp.ones(32)
         ((x_32, ones, x_32.astype(f32)), {}, r"residual: expected bfloat16 \(4, 32\), got float32 \(4, 32\)"),
         ((x_32, ones, x_32[:3]), {}, r"residual: expected bfloat16 \(4, 32\), got bfloat16 \(3, 32\)"),
         ((jnp.zeros((0, 32)), ones), {}, r"x: expected \[..., D\], not empty, got \(0, 32\)"),
+        ((f32(1), ones), {}, r"x: expected \[..., D\], not empty, got \(\)"),
         ((x_32, ones), {"out_dtype": jnp.float8_e5m2}, "out_dtype and out_scale: expected both or none"),
         ((x_32, ones), {"out_dtype": bf16, "out_scale": f32(1)}, "out_dtype: expected float8_e4m3fn or float8_e5m2"),
         ((x_32, ones), {"out_dtype": jnp.float8_e5m2, "out_scale": ones}, r"out_scale: expected float32 \[\], got"),

@@ -153,6 +153,7 @@ z = lambda *shape, dtype=bf16: jnp.zeros(shape, dtype)
         ((z(4, 8), z(4, 8), z(4, 4), z(4, 4)), r"q: expected \[..., S, heads, h\], not empty, got \(4, 8\)"),
         ((z(4, 2, 8), z(4, 0, 8), z(4, 4), z(4, 4)), r"k: expected \[..., S, heads, h\], not empty"),
         ((z(4, 2, 8), z(5, 2, 8), z(4, 4), z(4, 4)), r"shape of k: expected \(4, 'K', 8\), got \(5, 2, 8\)"),
+        ((z(4, 2, 8), z(4, 2, 6), z(4, 4), z(4, 4)), r"shape of k: expected \(4, 'K', 8\), got \(4, 2, 6\)"),
         (
             (z(4, 2, 8), z(4, 2, 8, dtype=f32), z(4, 4), z(4, 4)),
             "dtype of k: expected bfloat16, that of q, got",

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 from collections import Counter
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -26,7 +27,7 @@ from surojax.placement.layout import batch_sharding
 from surojax.placement.param import OUTER
 from surojax.planner import file_time, footprint
 from surojax.planner.traffic import BatchShape
-from surojax.step.between import WorkWeights
+from surojax.step.between import WorkWeights, layers_in_order
 from surojax.step.file_step import UpdatingRounds, on_their_way
 from surojax.step.several_programs import SeveralPrograms
 from surojax.step.state_plan import bytes_per_device, leaf_bytes
@@ -328,3 +329,11 @@ def test_the_largest_arrays_that_fit_are_on_the_device_a_layer_early():
     placed, early = on_their_way(arrays, 24)
     assert {name: home_of(x) for name, x in placed.items()} == {"a": DEVICE, "b": DEVICE, "c": HOST, "d": DEVICE}
     assert [x.shape for x in early] == [(16,), (8,)]
+
+
+def test_layers_of_several_segments_are_in_the_order_of_the_model():
+    files = {
+        "a": SimpleNamespace(segment=SimpleNamespace(numbers=(1, 3)), kinds=("x", "y")),
+        "b": SimpleNamespace(segment=SimpleNamespace(numbers=(0, 2)), kinds=("z", "z")),
+    }
+    assert [*layers_in_order(files).items()] == [(("b", 0), "z"), (("a", 0), "x"), (("b", 1), "z"), (("a", 1), "y")]  # type: ignore[arg-type]

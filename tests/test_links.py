@@ -38,6 +38,8 @@ def test_the_slowest_group_counts():
     """In machines of 6, GPUs 0 to 3 are in one, 4 and 5 are not with 6 and 7: two adapters of each machine at most."""
     six = dataclasses.replace(H100, gpus_per_node=6)
     assert bandwidth(six, {"dp_shard": 3, "tp": 4}, "all-gather", "tp") == 2 * 50e9
+    three = dataclasses.replace(H100, gpus_per_node=3)  # 0 to 3 are in two, with one alone; 4 to 7 are two and two
+    assert bandwidth(three, {"dp_shard": 2, "tp": 4}, "all-gather", "tp") == 50e9
     assert bandwidth(six, {"tp": 4}, "all-gather", "tp") == 450e9
 
 

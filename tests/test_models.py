@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 import re
 
 import jax
@@ -29,7 +30,7 @@ from surojax.config.fields import default_config
 from surojax.errors import ConfigError
 from surojax.inference.forward import cached_logits, empty_cache
 from surojax.memory.host import Split
-from surojax.models import decoder, decoder_config, decoder_model
+from surojax.models import decoder, decoder_config, decoder_model, rotary
 from surojax.models.attention import attend, softmax, visible
 from surojax.models.decoder import Decoder
 from surojax.models.kinds import sublayer
@@ -123,6 +124,10 @@ def test_attention_scores_are_scaled_and_capped(start):
     gradients = [jax.jit(jax.grad(f, argnums=(0, 1, 2)))(q, k, v) for f in weighted]
     for found, gradient in zip(*gradients, strict=True):
         np.testing.assert_allclose(found, gradient, atol=2e-6)
+    with pytest.raises(NotImplementedError, match=r"^cudnn attention: expected bfloat16 or float16, got float32; use"):
+        ours(q, k, v, implementation="cudnn")
+    with pytest.raises(ValueError, match=r"^attention implementation: expected one of .*, got 'flash'"):
+        ours(q, k, v, implementation="flash")
     half = (x.astype(jnp.bfloat16) for x in (q, k, v))
     with pytest.raises(NotImplementedError, match=r"^cudnn attention: expected no softcap, got 1\.5"):
         ours(*half, implementation="cudnn")
@@ -549,3 +554,18 @@ def test_a_model_has_the_settings_of_its_config():
     assert build(Compute(precision=Precision("nvfp4"))).draws and not build(Compute(precision=Precision("mxfp8"))).draws
     assert (scaled.vocab_size, scaled.hidden_size) == (CONFIG.vocab_size, CONFIG.hidden_size)
     assert scaled.head_uses == ("norm", "head") and scaled.rebuild(Compute(attention="xla")).compute.attention == "xla"
+
+
+def test_yarn_s_range_of_one_channel_has_a_width():
+    """An original context so short that no pair makes a turn: nothing is divided by 0."""
+    scaling = RopeScaling("yarn", factor=2.0, original_max_position_embeddings=6)
+    assert rotary.yarn_bounds(8, 1e4, scaling) == (0, 0.001)
+    longer = dataclasses.replace(scaling, original_max_position_embeddings=4096)
+    assert rotary.yarn_bounds(64, 1e4, longer) == (10, 23)
+    assert rotary.yarn_bounds(4, 1e4, longer) == (0, 2)
+
+
+def test_latent_scores_grow_with_contexts_that_are_longer():
+    scaling = RopeScaling("yarn", factor=4.0, mscale_all_dim=1.0)
+    assert scaling.score_factor == pytest.approx((0.1 * math.log(4) + 1) ** 2)
+    assert dataclasses.replace(scaling, factor=0.5).score_factor == 1

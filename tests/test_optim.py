@@ -231,6 +231,11 @@ def test_wsd_is_flat_then_falls():
     assert lr[80] == pytest.approx(1 - 0.9 / 20) and lr[89] == pytest.approx(1 - 0.9 / 2)
 
 
+@pytest.mark.parametrize("cooldown, last", [(0, [1, 1, 1]), (1, [1, 1, 0.1]), (2, [1, 0.55, 0.1])])
+def test_wsd_ends_at_the_final_rate(cooldown, last):
+    np.testing.assert_allclose(rates("wsd", cooldown_steps=cooldown, final_fraction=0.1)[-3:], last, rtol=1e-6)
+
+
 def test_without_warmup_the_first_step_is_at_the_peak():
     assert rates("linear")[0] == pytest.approx(1.0)
     with pytest.raises(ValueError, match="cosine, linear, wsd"):

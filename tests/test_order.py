@@ -1,8 +1,12 @@
 """Orders of layers of several kinds: every layer is visited once, in order, by few loops with linear indices."""
 
+from types import SimpleNamespace
+from typing import Any
+
 import numpy as np
 import pytest
 
+from surojax.models.model import Model
 from surojax.models.order import LONGEST_PERIOD, LayerLoop, RepeatingLayers, loops_of, order_of, repeating_kinds
 
 # Orders of published models by a letter for each kind, and (layers that are compiled, loops of several rounds).
@@ -101,3 +105,11 @@ def test_part_of_a_loop():
     (loop,) = loops_of(order_of("A" * 6), first=2)
     part = loop.part(4, 6)
     assert (part.layers, part.number, len(part.kinds)) == ({"A": range(4, 6)}, 6, 2)
+
+
+def test_segments_are_in_the_order_of_their_layers():
+    """Those whose layers alternate are one stretch."""
+    of = lambda *numbers: SimpleNamespace(numbers=numbers)
+    a, b, c, d = of(0, 1), of(2, 4, 6), of(3, 5), of(7, 8)
+    model: Any = SimpleNamespace(segments=(d, c, b, a))
+    assert Model.stretches.fget(model) == ((a,), (b, c), (d,))  # type: ignore[misc]

@@ -40,6 +40,30 @@ def test_zero_levels_fill_the_table(level, grads, weights):
     assert placement.place(other, num_shards=4).grads.sharded is not grads
 
 
+def test_settings_fill_the_table():
+    """Nothing is sharded on one device; budgets in GiB; what says more than the level; 8-bit copies, not of a base."""
+    table = lambda num_shards=4, **settings: placement.place(placement.Storage(**settings), num_shards=num_shards)
+    for shards in (1, 2):
+        outer = table(shards, zero_level=3, shard_outer=True, shard_weights=False)
+        assert outer.outer.sharded == outer.grads.sharded == (shards > 1) and not outer.weights.sharded
+    assert not table(shard_outer=False).outer.sharded and table(zero_level=2, shard_weights=True).weights.sharded
+    assert [table(recipe=recipe).one_scale for recipe in ("fp8_hybrid", "fp8_current", "mxfp8")] == [True, True, False]
+    reduced = ({}, {"use_all_to_all_reduce": True}, {"zero_quantized_gradients": True})
+    assert [table(**how).reduce for how in reduced] == ["reduce_scatter", "all_to_all", "int8"]
+    copied = table(memcpy_send_recv=True, use_all_to_all_reduce=True)
+    assert copied.copy_engine == ("memcpy_send_recv",)
+    files = {"nvme_path": "x", "offload_master": "nvme", "offload_optimizer": "nvme", "nvme_slots": 2}
+    budgets = table(**files, files_in_memory=0.5, device_memory=2.0)
+    assert (budgets.files_in_memory, budgets.device_memory, budgets.slots) == (2**29, 2**31, 2)
+    assert (budgets.folder, budgets.in_files, budgets.by_layer) == ("x", True, False)
+    quants = {"zero_level": 3, "zero_quantized_weights": "int8"}
+    host = table(**quants, persistent_quants=True, offload_quants=True)
+    assert host.quantises_shards and host.streams_weights and host.leaves_device
+    assert table(**quants).quants.dtype == "int8" and not table(**quants).streams_weights
+    assert table(offload_weights=True).streams_weights and not table(offload_master=True).streams_weights
+    assert dataclasses.replace(host, base_format="nf4").quantises_shards is False and not table().quantises_shards
+
+
 def test_unknown_level_is_refused():
     with pytest.raises(ValueError, match="expected one of 1, 2, 3, got 4"):
         placement.place(placement.Storage(zero_level=4), num_shards=1)

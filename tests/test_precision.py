@@ -16,8 +16,8 @@ from surojax.errors import ConfigError
 from surojax.models import decoder_model
 from surojax.models.decoder import Block
 from surojax.models.linear import recipe_product, times
-from surojax.models.lora import row_lengths
-from surojax.models.loss import cross_entropy
+from surojax.models.lora import ADAPTER, low_rank, row_lengths, with_adapters
+from surojax.models.loss import cross_entropy, sharded_cross_entropy, sharded_logprob
 from surojax.models.model import Compute, Variant
 from surojax.models.operations import Operations, rms_norm, softcapped
 from surojax.models.order import RepeatingLayers, repeating
@@ -79,6 +79,13 @@ def test_block_scaled_products_are_emulated_off_gpus():
         check_recipe(Precision(recipe="mxfp8", block_scaled_products="native"), "a CPU", cpu)
     amd = SimpleNamespace(compute_capability="gfx942")
     check_recipe(Precision(recipe="nvfp4", block_scaled_products="emulated"), "a GPU", amd)
+    check_recipe(Precision(recipe="bf16", block_scaled_products="native"), "a CPU", cpu)
+
+
+@pytest.mark.parametrize("backend, emulated", [("cpu", [True, False, True]), ("gpu", [True, False, False])])
+def test_auto_emulates_block_scaled_products_off_gpus(monkeypatch, backend, emulated):
+    monkeypatch.setattr(jax, "default_backend", lambda: backend)
+    assert [Precision(block_scaled_products=x).emulate for x in ("emulated", "native", "auto")] == emulated
 
 
 def test_products_are_computed_in_the_dtypes_of_the_settings():
@@ -95,6 +102,38 @@ def test_products_are_computed_in_the_dtypes_of_the_settings():
     np.testing.assert_allclose(vjp(dy)[1], exact(dy)[1], rtol=1e-5, atol=1e-5)
     rounded = functools.partial(recipe_product(Precision(gradient_dtype="bfloat16"), None), number=0, axes=())
     assert not np.array_equal(jax.vjp(rounded, x, w)[1](dy)[1], vjp(dy)[1])
+
+
+def test_gradients_have_the_dtype_of_the_products_by_default():
+    """And a frozen matrix has none, nor anything saved for one."""
+    x, w, dy = (normal(i, shape) for i, shape in enumerate(((6, 16), (8, 16), (6, 8))))
+    half = lambda v: v.astype(jnp.bfloat16)
+    for frozen in (False, True):
+        product = recipe_product(Precision(matmul_dtype="bfloat16"), None, frozen=frozen)
+        y, vjp = jax.vjp(lambda x, w, f=product: f(x, w, 0, ()), x, w)
+        assert np.array_equal(y, times(half(x), half(w)).astype(jnp.float32))
+        dx, dw = vjp(dy)
+        assert np.array_equal(dx, (half(dy) @ half(w)).astype(jnp.float32))
+        assert np.array_equal(dw, 0 * w if frozen else (half(dy).T @ half(x)).astype(jnp.float32))
+
+
+def test_adapters_are_multiplied_in_their_own_dtype():
+    """Sums of float32 numbers, of activations in 16 bits."""
+    x, a, b = (normal(i, shape) for i, shape in enumerate(((6, 16), (4, 16), (8, 4))))
+    x = x.astype(jnp.bfloat16)
+    expected = 0.5 * (np.float32(x) @ np.asarray(a).T @ np.asarray(b).T)
+    found = low_rank(x, a, b, 0.5)
+    assert found.dtype == jnp.float32
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_losses_of_16_bit_logits_are_float32():
+    logits = (4 * normal(0, (5, 16))).astype(jnp.bfloat16)
+    labels, mine = jnp.int32([1, 0, -1, 15, 3]), jnp.ones(5, bool)
+    for of in (sharded_cross_entropy, sharded_logprob):
+        found, expected = (of(x, labels, mine, ()) for x in (logits, logits.astype(jnp.float32)))
+        chex.assert_trees_all_equal(found, expected)
+        assert {x.dtype for x in jax.tree.leaves(found)} == {jnp.dtype("float32")}
 
 
 MATRICES = {"attention": ("wq", "wk", "wv", "wo"), "mlp": ("w_gate", "w_up", "w_down")}
@@ -186,3 +225,13 @@ def test_rope_and_its_gradient_are_rounded_once(dtype):
         exact = np.concatenate([first * cos - second * sine, second * cos + first * sine], axis=-1)
         error = np.abs(np.asarray(found, np.float64) - exact)
         assert (error <= float(jnp.finfo(dtype).eps) / 2 * np.abs(exact) + 1e-5).all()
+
+
+def test_magnitudes_begin_as_the_lengths_of_rows():
+    """Of the numbers that products read, which a base in few bits is decoded to."""
+    w, a = jnp.float32([[3, 4], [0, 2]]), jnp.zeros((1, 2))
+    new = {"mlp": {"w_up" + ADAPTER: {"a": a, "magnitude": jnp.zeros(2)}, "w_down" + ADAPTER: {"a": a}}}
+    base = {"mlp": {"w_up": jnp.uint8([7]), "w_down": w}, "norm": w[0]}
+    found = with_adapters(base, new, {"mlp": {"w_up": w, "w_down": w}})
+    assert found["mlp"]["w_up" + ADAPTER]["magnitude"].tolist() == [5, 2]
+    assert found["mlp"]["w_down" + ADAPTER].keys() == {"a"} and found["mlp"]["w_up"] is base["mlp"]["w_up"]

@@ -13,7 +13,7 @@ from small import CONFIG, Small, drawn_params, plain_model, quick_at, target_nam
 from surojax.models import decoder_model
 from surojax.models.lora import Lora, without_adapters
 from surojax.objectives.kto import KtoLoss, KtoSettings
-from surojax.objectives.objective import OfSequences, Sequences
+from surojax.objectives.objective import STARTS, OfSequences, Sequences, at_tokens, num_groups, of_sequences
 from surojax.objectives.objectives import OBJECTIVES
 from surojax.objectives.preferences import PairLoss, PreferenceSettings, dpo, ipo, log1mexp, orpo, simpo
 from surojax.step.train_step import make_gradients, make_train_step
@@ -427,3 +427,27 @@ def test_a_reference_in_the_same_pass_is_the_model_without_adapters(devices, opt
     (loss, grads), (expected, expected_grads) = results
     assert abs(loss - np.log(2)) > 1e-3 and loss == pytest.approx(expected, rel=ORDER_OF_SUMS)
     assert worst_relative(grads, expected_grads) < 2 * ORDER_OF_SUMS
+
+
+def test_numbers_of_sequences_in_a_row():
+    """Rows of two sequences: sums of each at its first token's place, at its tokens, and how many count."""
+    targets = {STARTS: jnp.int32([[0, 0, 0, 3, 3], [0, 0, 2, 2, 2]])}
+    counted = jnp.bool([[1, 1, 0, 0, 0], [0, 1, 1, 1, 1]])
+    sums = [[2, 0, 0, 0, 0], [1, 0, 3, 0, 0]]
+    for x in (counted, counted.astype(jnp.float32)):
+        found = of_sequences(x, targets)
+        assert found.dtype == jnp.float32 and np.array_equal(found, sums)
+    assert np.array_equal(at_tokens(found, targets), [[2, 2, 2, 0, 0], [1, 1, 3, 3, 3]])
+    rows = of_sequences(counted, {})
+    assert rows.dtype == jnp.float32 and np.array_equal(rows, [[2], [4]])
+    assert at_tokens(rows, {}) is rows
+    assert num_groups(counted, targets, 1) == 3 and num_groups(counted, targets, 2) == 2
+    assert num_groups(counted, {}, 1) == 2 and num_groups(counted, {}, 2) == 1
+
+
+def test_pairs_without_a_reference_have_none_of_its_numbers():
+    settings = PreferenceSettings(beta=0.5)
+    numbers = [jnp.float32([[-1.0], [-3.0]]), jnp.float32([[2.0], [3.0]])]
+    zeros = PairLoss(dpo, settings)(Sequences(*numbers, jnp.zeros((2, 1))))
+    assert PairLoss(dpo, settings)(Sequences(*numbers, None)) == zeros
+    assert zeros["loss"] == pytest.approx(-np.log(1 / (1 + np.exp(-1.0)))) and zeros["rewards/margins"] == 1

@@ -278,7 +278,7 @@ MISTAKES = {
     ),
     "silu of the gate": (self_attention, "x * jax.nn.sigmoid(gate)", "x * jax.nn.silu(gate)"),
     "rope on whole heads": (operations, "turned = scaling.channels(h)", "turned = h"),
-    "norms of w": (operations, "scale = 1 + scale if plus_one else scale", "scale = scale"),
+    "norms of w": (operations, "return 1 + weight.astype(jnp.float32) if plus_one else weight", "return weight"),
 }
 
 

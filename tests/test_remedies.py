@@ -86,6 +86,23 @@ def test_more_host_memory_is_proposed_twice_if_a_step_is_a_tenth_faster(found, f
     assert rows == [("more host memory", 1.0), ("more of it, for a faster step", fastest)][: 1 + proposed]
 
 
+@pytest.mark.parametrize("few", [False, True])
+def test_a_faster_step_is_proposed_beside_one_that_needs_less(found, few):
+    """Not if only one of the two searches, of all settings or of a few, has any."""
+    rows = found(Memory(1, 5, math.inf), lambda of: of.limits.host == math.inf and of.few == few)
+    assert rows == [("all of these" if few else "more host memory", 1.0)]
+
+
+@pytest.mark.parametrize(
+    "stages, schedule, schedules",
+    [(1, "gpipe", ["gpipe"]), (2, "gpipe", ["gpipe", "1f1b"]), (2, "1f1b", ["1f1b"])],
+)
+def test_layouts_of_the_same_axes_differ_in_their_schedule(stages, schedule, schedules):
+    c = default_config()
+    c.update({"gpus": 2, "pp_size": stages, "pp_schedule": schedule})
+    assert [layout["pp_schedule"] for layout in remedies.own_layouts(c)] == schedules
+
+
 def test_all_limits_are_lifted_together_if_none_is_enough(found):
     everything = lambda of: of.limits == Memory(1, math.inf, math.inf) and of.config.optimizer == "adamw8bit"
     assert found(Memory(1, 5, 0), everything) == [("all of these", 1.0)]

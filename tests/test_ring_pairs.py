@@ -22,7 +22,16 @@ from pallas_kernels import dispatch, flash_attention as kernel
 from surojax.models import cudnn, decoder_config, decoder_model
 from surojax.models.attention import chosen_implementation
 from surojax.models.model import Compute
-from surojax.models.ring_pairs import Keys, Pair, Queries, Slopes, attended, merged_pairs, pair_gradients
+from surojax.models.ring_pairs import (
+    Keys,
+    Pair,
+    Queries,
+    Slopes,
+    attended,
+    chosen_for_pairs,
+    merged_pairs,
+    pair_gradients,
+)
 from surojax.placement.mesh import CONTEXT
 from surojax.planner import aot
 
@@ -175,3 +184,40 @@ def test_a_ring_has_no_scores_in_memory(kind):
 
 if __name__ == "__main__":
     print(json.dumps([compile_block(sys.argv[1], packed) for packed in (True, False)]))
+
+
+@pytest.mark.parametrize(
+    "all_seen, softcap, got",
+    [
+        (False, True, ", documents or a window, a softcap"),
+        (False, False, ", documents or a window"),
+        (True, True, ", a softcap"),
+        (True, None, ""),
+    ],
+)
+def test_what_pairs_cudnn_does_not_take(all_seen, softcap, got):
+    """Beside heads of other sizes and an odd number of tokens."""
+    odd = (33, "33 tokens") if softcap is None else (32, "32 tokens")
+    how = {"gpu": True, "all_seen": all_seen, "softcap": bool(softcap)}
+    with pytest.raises(
+        dispatch.Unserved, match=rf"cudnn attention of pieces: .*, got bfloat16 of 64, {odd[1]}{got}; use"
+    ):
+        chosen_for_pairs("cudnn", "bfloat16", 64, odd[0], **how)
+
+
+@pytest.mark.parametrize(
+    "head_dim, hopper, takes",
+    [
+        (128, False, True),
+        (136, False, False),
+        (136, True, True),
+        (256, True, True),
+        (264, True, False),
+        (60, False, False),
+    ],
+)
+def test_heads_that_cudnn_takes_in_pairs(head_dim, hopper, takes):
+    how = {"gpu": True, "all_seen": True, "softcap": False, "hopper": hopper}
+    assert (chosen_for_pairs("auto", "bfloat16", head_dim, 32, **how) == "cudnn") == takes
+    assert chosen_for_pairs("auto", "float32", head_dim, 32, **how) == "xla"
+    assert chosen_for_pairs("auto", "bfloat16", head_dim, 32, **how | {"gpu": False}) == "xla"

@@ -901,6 +901,113 @@ def faked_rows(monkeypatch, row):
     monkeypatch.setattr(fastest, "_row", compiled)
 
 
+def tried(seconds: float, **change) -> candidate.Candidate:
+    return candidate.Candidate(config(), change, Memory(10, 20, 0), {"all": seconds})
+
+
+def test_the_fastest_of_each_kind_is_compiled_first():
+    """Kinds differ in more than slices and the split of the batch."""
+    a, b, c = tried(2.0, recompute_norm=True), tried(1.0, lmhead_chunks=4), tried(1.5, per_device_batch_size=2)
+    d = tried(3.0, recompute_norm=True, lmhead_chunks=2)
+    assert fastest.in_order([b, c, a, d]) == [b, a, c, d]
+    assert search.but_for_slices([a, d, b, tried(0.5, lmhead_chunks=8), c]) == [tried(0.5, lmhead_chunks=8), c, a]
+
+
+@pytest.mark.parametrize(
+    "least_host, of_families, searched, host",
+    [
+        # (floor of seconds, least bytes, seconds, host bytes): families are searched in the order of what is sought
+        (False, [(2, 0, 2, 5), (1, 0, 3, 7)], 2, 5),
+        (False, [(2, 0, 2, 5), (1, 0, 1.5, 7)], 1, 7),
+        (False, [(2, 0, 2, 5), (1, 0, 2, 7)], 2, 7),  # as fast at best: searched, and the first is kept
+        (True, [(1, 30, 1, 21), (9, 20, 9, 22)], 2, 21),
+        (True, [(1, 35, 1, 21), (9, 20, 9, 22)], 1, 22),  # two GPUs have 2 * (35 - 23) bytes too few: more than 22
+        (True, [(1, 34, 1, 21), (9, 20, 9, 22)], 2, 21),
+    ],
+)
+def test_a_search_ends_where_no_family_is_better(monkeypatch, least_host, of_families, searched, host):
+    """By the least time, or the least memory, that any placement of the family needs."""
+    families = [types.SimpleNamespace(floor=x[0], least=x[1], found=x[2:]) for x in of_families]
+    asked = []
+
+    def fastest(self, family, in_files):
+        asked.append(family)
+        return [
+            candidate.Candidate(
+                config(), {"recompute_norm": family.found}, Memory(1, family.found[1], 0), {"": family.found[0]}
+            )
+        ]
+
+    monkeypatch.setattr(search._Search, "layouts", lambda self: (({},), {}))
+    monkeypatch.setattr(search._Search, "families", lambda self, of, sampled=False: families)
+    monkeypatch.setattr(search._Search, "fastest", fastest)
+    space = Space(config(gpus=2), GPUS[GPU], Memory(23, 100, 0))
+    found = search.search(space, 1, least_host=least_host)
+    assert [x.need.host for x in found.candidates] == [host] and len(asked) == searched
+
+
+@pytest.mark.parametrize(
+    "seconds, fits, compiled",
+    [
+        ([1, 1, 1, 1, 1], [0, 0, 0, 0, 0, 0], 4),  # twice as many as asked for, until something fits
+        ([1, 1, 1, 1, 1], [0, 0, 0, 1, 1, 1], 4),
+        ([1, 1, 1, 1, 1], [0, 1, 1, 1, 1, 1], 2),
+        ([1, 1.1, 1.2], [1, 1, 1], 2),
+        ([1, 1.2], [1, 1], 1),  # what is slower than the fastest by more than a tenth of it
+        ([1, 1.2], [0, 1], 2),
+    ],
+)
+def test_how_many_candidates_are_compiled(monkeypatch, seconds, fits, compiled):
+    """At most two are asked for. A predicted step takes as long as it was estimated."""
+    candidates = [tried(s, recompute_norm=bool(i), resident_layers=i) for i, s in enumerate(seconds)]
+    done, said = [], []
+
+    def rows(config, candidate, space, compiled):
+        done.append(candidate)
+        of = types.SimpleNamespace(predicted_step_s=candidate.seconds, need=Memory(2 * GiB, 20, 0))
+        yield fastest.Trial(config, candidate.change, candidate, of, bool(fits[len(done) - 1]))
+
+    monkeypatch.setattr(fastest, "_until_it_fits", rows)
+    space: object = types.SimpleNamespace(config=config(), limits=Memory(GiB, 20, 0))
+    found = types.SimpleNamespace(candidates=candidates)
+    kept, refuted = fastest._trials(config(), space, found, plan, 2, said.append, lambda text: None)  # type: ignore[arg-type]
+    assert len(done) == compiled == len(kept) + len(refuted) and len(kept) == sum(fits[:compiled])
+    verdict = "1,000 ms" if fits[0] else "2.0 GiB on each GPU: does not fit"
+    assert said[0] == f"compiled 1 of {min(2, len(seconds))} at most: as given: {verdict}"
+
+
+@pytest.mark.parametrize(
+    "over, budgets, tries, left",
+    [
+        ({"device": GiB // 2}, {"device_memory": 3.0}, 3, {"device_memory": 1.0}),
+        ({"device": 2 * GiB + 1}, {"device_memory": 3.0}, 2, {"device_memory": 0.0}),
+        ({"host": GiB}, {"files_in_memory": 2.5}, 3, {"files_in_memory": 0.5}),
+        ({"host": GiB}, {"device_memory": 3.0}, 1, {"device_memory": 3.0}),
+        ({}, {"device_memory": 3.0}, 1, {"device_memory": 3.0}),
+    ],
+)
+def test_what_does_not_fit_as_compiled_is_tried_with_less_of_its_budget(monkeypatch, over, budgets, tries, left):
+    """By so many GiB as it is over the limit, twice at most; nothing is left to try without a budget of that memory."""
+    limits = Memory(10 * GiB, 20 * GiB, 0)
+    more = {name: getattr(limits, name) + size for name, size in over.items()}
+    need = Memory(GiB, GiB, 0)._replace(**more)
+
+    def row(config, candidate, space, compiled):
+        return fastest.Trial(candidate.config, {}, candidate, types.SimpleNamespace(need=need), not over)  # type: ignore[arg-type]
+
+    def estimated(c, change):
+        return candidate.Candidate(c, change, need, {"all": 1.0})
+
+    monkeypatch.setattr(fastest, "_row", row)
+    space: object = types.SimpleNamespace(limits=limits, estimated=estimated)
+    rows = list(fastest._until_it_fits(config(), estimated(config(**budgets), {}), space, plan))  # type: ignore[arg-type]
+    assert len(rows) == tries and {name: rows[-1].config[name] for name in left} == left
+    most = f"{gib(need.device)} on each GPU" if "device" in over else f"{gib(need.host)} of host memory"
+    assert fastest._most(rows[0], limits) == most
+    exact = dataclasses.replace(rows[0], plan=types.SimpleNamespace(need=limits._replace(host=limits.host + GiB)))  # type: ignore[arg-type]
+    assert fastest._most(exact, limits) == "21.0 GiB of host memory"
+
+
 def test_what_the_compiler_refuses_is_no_row(monkeypatch):
     """All refused: its reason is the error. The given settings refused: the search goes on, and says so."""
 

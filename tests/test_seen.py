@@ -110,6 +110,7 @@ def test_single_rates_replace_what_is_assumed(file):
     assert seen.corrected(GPU, file, "a").rates.host == pytest.approx(0.6 / 1.5)
 
 
+HOST_RATE = {"device_kind": KIND, "rate": "host", "value": 0.9, "date": ""}
 BAD = [
     "", "{", "[]", "[" * 100_000, '{"version": 2, "entries": []}', '{"version": 1}', '{"version": 1, "entries": [3]}',
     *(
@@ -121,6 +122,8 @@ BAD = [
             {"device_kind": KIND, "rate": "step", "value": 1e9, "date": "", "settings": "", "replaced": []},
             {"device_kind": KIND, "rate": "step", "value": 1.0, "date": "", "settings": "", "replaced": [[]]},
             {"device_kind": KIND, "rate": "step", "value": 1.0, "date": "", "settings": ""},
+            *({name: value for name, value in HOST_RATE.items() if name != lacking} for lacking in HOST_RATE),
+            *(HOST_RATE | {name: 3} for name in ("device_kind", "rate", "date", "versions", "settings", "replaced")),
         )
     ),
     '{"version": 1, "entries": [{"device_kind": "x", "rate": "host", "date": "", "value": NaN}]}',

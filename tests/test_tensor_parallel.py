@@ -12,7 +12,7 @@ import jax
 import numpy as np
 import pytest
 from layouts import check_a_run_goes_on, config_of_a_run
-from small import CONFIG, Small, tokens
+from small import CONFIG, Small, needs, tokens
 from test_engine import QWEN
 
 from surojax.assembly.from_config import from_config
@@ -23,9 +23,9 @@ from surojax.models import decoder_model
 from surojax.models.model import Compute
 from surojax.numerics.recipes import Precision
 from surojax.optim.optimizer import UpdateContext, _seed
-from surojax.parallel import tensor
+from surojax.parallel import operands, tensor
 from surojax.placement.layout import layouts
-from surojax.placement.mesh import KV_HEADS, SAME_KV_HEADS, SHARD, abstract_mesh, data_parallel, mesh_shape
+from surojax.placement.mesh import KV_HEADS, SAME_KV_HEADS, SHARD, TENSOR, abstract_mesh, data_parallel, mesh_shape
 from surojax.placement.table import Storage, place
 from surojax.planner import hlo, step_collectives, traffic
 
@@ -208,3 +208,27 @@ def test_without_a_group_nothing_is_communicated():
     for function in (tensor.own_part, tensor.all_gather_sequence, tensor.reduce_scatter_sequence):
         assert function(x) is x
     assert not tensor.is_divided("heads")
+
+
+@needs(4)
+def test_what_the_devices_of_a_group_have_together():
+    """Two key/value heads on four devices. The gradient of a product that two of them have is summed on the first."""
+    mesh = jax.make_mesh((2, 2), TENSOR, devices=jax.devices()[:4], axis_types=(jax.sharding.AxisType.Auto,) * 2)
+
+    def of_group(x, same):
+        slope = lambda *axes: jax.grad(lambda y: (x * operands.summed_before_rounding(y, axes)).sum())(x)
+        gradients = [slope("kv_heads", "embed"), slope("heads", "embed"), slope("embed", "heads")]
+        whole = tensor.all_gather_sequence(x[None])
+        own = tensor.reduce_scatter_sequence(whole)
+        largest = tensor.largest_of_group(x), tensor.largest_of_group(same)
+        return *gradients, own[0], tensor.own_part(same[None])[0], *largest
+
+    x, same = np.float32([1, 5, 2, 7]), np.float32([3, 1, 4, 2])
+    each, all_alike = jax.P(TENSOR), jax.P()
+    specs = {"in_specs": (each, all_alike), "out_specs": (each,) * 5 + (all_alike,) * 2, "mesh": mesh}
+    shared, own, inputs, summed, part, largest, unchanged = jax.jit(jax.shard_map(of_group, **specs))(x, same)
+    assert shared.tolist() == [6, 0, 9, 0]  # of (1, 5) and of (2, 7)
+    assert own.tolist() == inputs.tolist() == x.tolist()
+    assert summed.tolist() == (4 * x).tolist() and part.tolist() == same.tolist()
+    assert float(largest[0]) == 7 and unchanged.tolist() == same.tolist()
+    assert tensor.reduce_scatter_sequence(x) is x and tensor.all_gather_sequence(x) is x and not tensor.in_group()

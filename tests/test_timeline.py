@@ -150,6 +150,61 @@ def test_each_kind_of_work_by_hand(line, kind, seconds):
     assert found.busy[kind] == pytest.approx(found.seconds) == pytest.approx(seconds, rel=1e-5)
 
 
+BRANCH = "%branch (a: bf16[256,64]) -> s32[] {\n" + ARGUMENTS + f"  %y {Y}\n}}\n\n"
+
+
+@pytest.mark.parametrize(
+    "line, seconds",
+    [
+        ("  %c = s32[] call(%a, %b), to_apply=%branch", 1.0),
+        ("  %c = s32[] conditional(%i, %a, %b), branch_computations={%branch, %branch}", 2.0),  # all of them
+        ('  %m = s8[1,1000,1000]{2,1,0} custom-call(%layer), custom_call_target="MoveToDevice"', 0.0),
+        ('  %s = s8[1,1000,1000]{2,1,0} custom-call(%layer), custom_call_target="Sharding"', 0.0),
+    ],
+)
+def test_calls_of_other_computations_and_of_nothing(line, seconds):
+    entry = "ENTRY %main (a: bf16[256,64]) -> s32[] {\n" + ARGUMENTS + line + "\n}\n"
+    assert simulated(hlo.parse_module(HEAD + BRANCH + entry)).seconds == pytest.approx(seconds)
+
+
+def test_bytes_of_a_fusion_by_hand():
+    """Of slices and gathers what they result in, also behind a bitcast; what is overwritten is not read."""
+    text = """HloModule step
+
+%f (p0: f32[100]) -> (f32[1,10], f32[5,10], f32[7], f32[100]) {
+  %p0 = f32[100]{0} parameter(0)
+  %p1 = s32[] parameter(1)
+  %p2 = f32[10,10]{1,0} parameter(2)
+  %p3 = s32[5,1]{1,0} parameter(3)
+  %p4 = f32[7]{0} parameter(4)
+  %p5 = f32[100]{0} parameter(5)
+  %bits = f32[10,10]{1,0} bitcast(%p0)
+  %slice = f32[1,10]{1,0} dynamic-slice(%bits, %p1, %p1)
+  %rows = f32[5,10]{1,0} gather(%p2, %p3)
+  %less = f32[7]{0} negate(%p4)
+  %new = f32[100]{0} dynamic-update-slice(%p5, %less, %p1)
+  ROOT %all = (f32[1,10]{1,0}, f32[5,10]{1,0}, f32[7]{0}, f32[100]{0}) tuple(%slice, %rows, %less, %new)
+}
+"""
+    read, written = 40 + 4 + 200 + 20 + 28, 40 + 200 + 28 + 28
+    assert costs._fusion_bytes(hlo.parse_module(text)["f"]) == read + written
+
+
+@pytest.mark.parametrize(
+    "scopes, has_loops, label",
+    [
+        *((f"jit(f)/while/body/{name}/while", True, name) for name in ("forward", "backward", "head", "update")),
+        ("jit(f)/forward/while/body/backward/while", False, "backward"),  # the innermost
+        ("jit(f)/while", True, "microbatches"),
+        ("jit(f)/while", False, "other loops"),
+        (None, False, "other loops"),
+    ],
+)
+def test_loops_are_labelled_by_their_scopes(scopes, has_loops, label):
+    attributes = f', metadata={{op_name="{scopes}"}}' if scopes else ""
+    assert costs._label(hlo.Instruction("w", "s32[]", "while", (), attributes), has_loops) == label
+
+
 def test_products_take_whole_waves():
     """A tile alone leaves a multiprocessor idle, unless a split of the k loop fills both. On three, the best for one
     large tile are eight parts: two smaller tiles, each split in four, in three waves."""
@@ -423,6 +478,66 @@ def test_the_rate_that_a_step_hangs_on_is_named():
     assert known.calibrated and not wide.calibrated and known.predicted_step_s == wide.predicted_step_s
     (low, high), (lower, higher) = known.predicted_range_s or (), wide.predicted_range_s or ()
     assert lower < low < 1 < high < higher
+
+
+@dataclasses.dataclass
+class SlowedBy:
+    """In place of a simulated step: one second, and as much longer as any rate is slower."""
+
+    busy: dict[str, float]
+    parts: tuple = ()
+
+    def timeline(self, gpu, *, copies_only: bool = False):
+        ratios = [getattr(gpu.rates, name) / getattr(GPU.rates, name) for name in ("host", "duplex", "link", "memory")]
+        ratios += [gpu.rates.dram / GPU.rates.dram, gpu.rates.network / GPU.rates.network]
+        seconds = 2 - copies_only - math.log(math.prod(ratios)) + math.log(gpu.rates.collective_sms / 0.5)
+        return timeline.Timeline(seconds, self.busy, {}, [])
+
+
+@pytest.mark.parametrize(
+    "kind, more",
+    [
+        (PRODUCT, set()),
+        (HOST_IN, {"host", "duplex", "dram"}),
+        (HOST_OUT, {"host", "duplex", "dram"}),
+        (GATHER, {"dram", "link", "network", "collective_sms"}),
+        (costs.REDUCE, {"dram", "link", "network", "collective_sms"}),
+    ],
+)
+def test_rates_matter_to_steps_that_have_such_work(kind, more):
+    step = SlowedBy({kind: 1.0})
+    assert prediction.at_ends(step, GPU, step.timeline(GPU)).keys() == {"memory", "copies", *more}  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "ends, said",
+    [
+        ({"host": [1.0, 2.0], "disks": [1.0, 2.5]}, "disks: 1,000 to 2,500 ms"),
+        ({"latencies": [0.05, 2.0], "host": [1.0, 2.0]}, "latencies (half to twice, assumed): 50.0 to 2,000 ms"),
+        ({"copies": [1.0, 2.0]}, "whether copy engines do the host transfers that are kernels in this program: 1,000"),
+        ({}, ""),
+    ],
+)
+def test_what_a_step_hangs_on_in_words(ends, said):
+    assert prediction._hangs_on(GPU, ends).startswith(said) and bool(said) == bool(prediction._hangs_on(GPU, ends))
+    same = dataclasses.replace(GPU, seen=rates.Seen(same=True))
+    assert prediction._hangs_on(same, ends) == "" and prediction._range(same, 2.0, ends) == [1.94, 2.06]
+
+
+def test_a_step_that_was_corrected_keeps_the_shipped_prediction_in_its_range():
+    slower = dataclasses.replace(GPU, seen=rates.Seen(factor=2.0))
+    assert prediction._range(slower, 2.0, {"host": [1.7, 2.4], "link": [1.6, 2.3]}) == [1.0, 2.5]
+    faster = dataclasses.replace(GPU, seen=rates.Seen(factor=0.5))
+    assert prediction._range(faster, 2.0, {"host": [1.7, 2.4], "link": [1.6, 2.3]}) == [1.5, 4.0]
+    assert prediction._range(GPU, 2.0, {"host": [2.5, 1.5]}) == [2.0, 2.0]
+
+
+@pytest.mark.parametrize(
+    "seconds, text",
+    [(0.0125, "12.5 ms"), (0.1, "100 ms"), (9.999, "9,999 ms"), (10.0, "10.0 s"), (1234.5, "1,234.5 s")],
+)
+def test_seconds_as_text(seconds, text):
+    assert prediction.duration(seconds) == text
 
 
 def test_gpus_of_a_machine_share_its_host_memory():

@@ -19,7 +19,7 @@ from surojax.parallel import context
 IMPLEMENTATIONS = ("auto", "xla", "cudnn", "mosaic")
 
 
-def fits_cudnn(dtype, head_dim: int, value_dim: int = 0, *, hopper: bool = False) -> bool:
+def fits_cudnn(dtype, head_dim: int, value_dim: int = 0, *, hopper: bool) -> bool:
     """True if cuDNN's flash attention supports heads of this dtype and size on NVIDIA GPUs of sm_80 and newer.
 
     value_dim: of values, 0: the same. hopper: of a GPU of sm_90, which has it for up to 256 channels, and for 192 with

@@ -77,7 +77,7 @@ class Channels(NamedTuple):
         """
         beside = {name: jnp.zeros((*x_BSD.shape[:-1], size), x_BSD.dtype) for name, size in self.sizes.items()}
         if norm_P is not None:
-            norm_BSP = jnp.broadcast_to(norm_P.astype(x_BSD.dtype), beside[NORM].shape)
+            norm_BSP = jnp.broadcast_to(norm_P, beside[NORM].shape)
             token_BSn = in_channels(tokens_BS, x_BSD.dtype)
             beside |= {EMBEDDING: x_BSD, NORM: norm_BSP, TOKEN: token_BSn}
         return self.joined(x_BSD, beside)

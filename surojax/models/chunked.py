@@ -208,7 +208,7 @@ def block_functions(
                 return y_BCD, between.result(own), routed and routed.statistics
 
             (_, own, statistics), vjp = jax.vjp(run, w_trained, x_BCD, earlier)
-            if statistics is not None and d_statistics is None:
+            if d_statistics is None:
                 d_statistics = jax.tree.map(jnp.zeros_like, statistics)
             d_own = jax.tree.map(jnp.zeros_like, own)
             if d_later is not None:

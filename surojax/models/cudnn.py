@@ -99,7 +99,7 @@ def _forward(q, k, v, scale: float):
 
     def share(o_BSHh, lse_of_part_BHS):
         weight_BHS = jnp.exp(lse_of_part_BHS - lse_BHS)
-        return weight_BHS.transpose(0, 2, 1)[..., None] * o_BSHh.astype(jnp.float32)
+        return weight_BHS.transpose(0, 2, 1)[..., None] * o_BSHh
 
     o = (share(o1, lse1_BHS) + share(o2, lse2_BHS)).astype(q.dtype)
     return o, (q, k, v, o, lse_BHS)
@@ -111,7 +111,7 @@ def _backward(scale: float, saved, do):
     rows = lse_BHS, o, do
     dq1, dk1, dv1 = backward_part(q, k[:, :before], v[:, :before], *rows, scale, causal=False)
     dq2, dk2, dv2 = backward_part(q, k[:, before:], v[:, before:], *rows, scale, causal=True)
-    dq = (dq1.astype(jnp.float32) + dq2.astype(jnp.float32)).astype(q.dtype)
+    dq = (dq1.astype(jnp.float32) + dq2).astype(q.dtype)
     return dq, jnp.concatenate([dk1, dk2], axis=1), jnp.concatenate([dv1, dv2], axis=1)
 
 

@@ -257,7 +257,7 @@ class Block(nnx.Module):
             x_BSD = self.layer_input(x_BSD, ops, lambda y, weight: ops.norm(y, weight, eps, c.norm_plus_one))
         if not c.layer_scalar:
             return x_BSD
-        return times_layer_scalar(x_BSD, self.layer_scalar[...].astype(x_BSD.dtype))
+        return times_layer_scalar(x_BSD, self.layer_scalar[...])
 
 
 class Outer(nnx.Module):

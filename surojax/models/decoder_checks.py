@@ -120,7 +120,7 @@ def _check_shared(m, types: list[str]) -> None:
     own = {types[l % len(types)] for l in range(layers - shared)} if types else {""}
     lacking = sorted({*types} - own)
     expected = f"fewer layers, so that one with layer_types {', '.join(lacking)} is before them, whose keys they read"
-    need(not shared or not lacking, "model.num_kv_shared_layers", expected, shared, "lower it")
+    need(not lacking, "model.num_kv_shared_layers", expected, shared, "lower it")
     rows = m.vocab_size_per_layer_input
     expected = f"0, or vocab_size={m.vocab_size} or more, a row of each token"
     need(not rows or rows >= m.vocab_size, "model.vocab_size_per_layer_input", expected, rows, "use 0")

@@ -184,7 +184,7 @@ def _backward(mlp, piece: int, saved, dy_ND: jax.Array):
         continues = expert == before
 
         def added(sums, more):
-            return jnp.where(continues, sums, 0) + more.astype(jnp.float32)
+            return jnp.where(continues, sums, 0) + more
 
         expert_sums = jax.tree.map(added, expert_sums, more)
         d_trained = jax.tree.map(lambda d, sums: d.at[expert].set(sums.astype(d.dtype)), d_trained, expert_sums)
@@ -251,7 +251,7 @@ def _over_blocks(block: Callable, carry, blocks: ExpertBlocks, x_ND: jax.Array, 
         # A token chooses an expert once, so no row of a block is twice, but for padding.
         beyond_R = jnp.arange(len(choice_R), dtype=choice_R.dtype)
         row_R = jnp.where(choice_R < N * k, choice_R // k, N + beyond_R)
-        sum_ND = sum_ND.at[row_R].add(y_RD.astype(jnp.float32), mode="drop", unique_indices=True)
+        sum_ND = sum_ND.at[row_R].add(y_RD, mode="drop", unique_indices=True)
         if number_R is not None:
             choice_R = jnp.where(choice_R < N * k, choice_R, N * k + beyond_R)
             number_C = number_C.at[choice_R].set(number_R, mode="drop", unique_indices=True)

@@ -42,7 +42,7 @@ def times(x_BSi: jax.Array, w_oi: jax.Array) -> jax.Array:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
-def times_in(x_BSi: jax.Array, w_oi: jax.Array, dtype: str, gradient_dtype: str, frozen: bool = False) -> jax.Array:
+def times_in(x_BSi: jax.Array, w_oi: jax.Array, dtype: str, gradient_dtype: str, frozen: bool) -> jax.Array:
     """Returns x w^T in x's dtype, multiplied in `dtype`; its gradients are multiplied in `gradient_dtype`.
 
     frozen: w has no gradient, so that x is not saved for it.

@@ -83,7 +83,7 @@ class Lora:
         return self.alpha / (math.sqrt(self.rank) if self.rank_stabilised else self.rank)
 
 
-def saved_names(modules: str, *, num_labels: int = 0) -> tuple[str, ...]:
+def saved_names(modules: str, *, num_labels: int) -> tuple[str, ...]:
     """Translates PEFT's modules_to_save to our outer layers, plus a reward model's head.
 
     Raises KeyError for another.
@@ -144,9 +144,9 @@ class Adapter(nnx.Module):
             return y + low
         length_o = self._row_lengths(jax.lax.stop_gradient(w_oi), in_axis)
         # Padding of uneven stages has rows of zeros, and magnitudes of 0.
-        factor_o = self.magnitude[...].astype(jnp.float32) / jnp.maximum(length_o, jnp.finfo(jnp.float32).tiny)
+        factor_o = self.magnitude[...] / jnp.maximum(length_o, jnp.finfo(jnp.float32).tiny)
         factor = jnp.expand_dims(factor_o, tuple(range(y.ndim - 1)))
-        return (factor * (y + low).astype(jnp.float32)).astype(y.dtype)
+        return (factor * (y + low)).astype(y.dtype)
 
     def _row_lengths(self, w_oi: jax.Array, in_axis: str) -> jax.Array:
         """Computes the lengths `[out]` of the rows of w + scale b a, float32, without the product b a; no gradient."""

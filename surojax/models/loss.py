@@ -32,7 +32,7 @@ def _forward(logits_NV, labels_N):
 
 def _backward(saved, d_loss):
     logits_NV, labels_N, lse_N = saved
-    softmax_NV = jnp.exp(logits_NV.astype(jnp.float32) - lse_N[:, None])
+    softmax_NV = jnp.exp(logits_NV - lse_N[:, None])
     onehot_NV = jax.lax.broadcasted_iota(jnp.int32, logits_NV.shape, 1) == labels_N[:, None]
     weight_N = jnp.where(labels_N >= 0, d_loss, 0.0)
     return ((softmax_NV - onehot_NV) * weight_N[:, None]).astype(logits_NV.dtype), None

@@ -108,8 +108,9 @@ class Earlier(NamedTuple):
 
     def with_own(self, keys: jax.Array, values: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Returns (keys, values) up to the chunk's last token: earlier positions, then the chunk's own."""
-        if self.keys is None or self.values is None:
+        if self.keys is None:
             return keys, values
+        assert self.values is not None
         return jnp.concatenate([self.keys, keys], axis=1), jnp.concatenate([self.values, values], axis=1)
 
 

@@ -43,11 +43,14 @@ def rms_norm(x: jax.Array, weight: jax.Array, eps: float, plus_one: bool = False
 
     The scale is the weight, or 1 + weight.
     """
-    scale = weight.astype(jnp.float32)
-    scale = 1 + scale if plus_one else scale
     x32 = x.astype(jnp.float32)
     y = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)
-    return (y * jnp.expand_dims(scale, tuple(range(x.ndim - 1)))).astype(x.dtype)
+    return (y * jnp.expand_dims(norm_scale(weight, plus_one), tuple(range(x.ndim - 1)))).astype(x.dtype)
+
+
+def norm_scale(weight: jax.Array, plus_one: bool) -> jax.Array:
+    """The scale of `rms_norm`."""
+    return 1 + weight.astype(jnp.float32) if plus_one else weight
 
 
 def normalised(x: jax.Array, eps: float) -> jax.Array:
@@ -60,7 +63,7 @@ def norm_of_parts(x: jax.Array, weight: jax.Array, eps: float, axes: tuple[str, 
     """Computes `rms_norm` over a dimension sharded over these mesh axes; x and weight are this device's shards."""
     x32 = x.astype(jnp.float32)
     square = jax.lax.pmean(jnp.mean(x32 * x32, axis=-1, keepdims=True), axes)
-    scale = jnp.expand_dims(weight.astype(jnp.float32), tuple(range(x.ndim - 1)))
+    scale = jnp.expand_dims(weight, tuple(range(x.ndim - 1)))
     return (x32 * jax.lax.rsqrt(square + eps) * scale).astype(x.dtype)
 
 
@@ -252,8 +255,7 @@ class Operations:
         """Computes `rms_norm` by XLA or by the kernel."""
         if self._by_xla:
             return rms_norm(x, weight, eps, plus_one)
-        scale = 1 + weight.astype(jnp.float32) if plus_one else weight
-        y: Any = kernel_rms_norm(x, scale, eps=eps, **self.kernel_options)
+        y: Any = kernel_rms_norm(x, norm_scale(weight, plus_one), eps=eps, **self.kernel_options)
         return y
 
     def gated(self, gate: jax.Array, up: jax.Array, activation: str, site: str) -> Any:
@@ -279,7 +281,7 @@ class Operations:
 
         residual: None: 0. site: the name of this input, see `linear.Product`.
         """
-        scale = 1 + weight.astype(jnp.float32) if plus_one else weight
+        scale = norm_scale(weight, plus_one)
         if self.in_float8 is not None:
             known = self.in_float8.scale_of(site)
             return linear_fp8.normed(x, scale, residual, known, eps=eps, **self.kernel_options)

@@ -108,7 +108,7 @@ def repeating(variants: Sequence[Any]) -> list[RepeatingLayers]:
             return period + next((i for i, equal in enumerate(same) if not equal), len(rest) - period)
 
         longest = range(1, LONGEST_PERIOD_OF_VARIANTS + 1)
-        periods = [p for p in longest if p == 1 or (2 * p <= len(rest) and length(p) >= 2 * p)]
+        periods = [p for p in longest if p == 1 or length(p) >= 2 * p]
         period = max(periods, key=length)  # of several as long, the shortest
         split.append(RepeatingLayers(start, start + length(period), period))
         start = split[-1].stop
@@ -148,7 +148,7 @@ def repeating_kinds(order: Sequence[LayerRef]) -> list[RepeatingLayers]:
         choices = [(cost + 1, [RepeatingLayers(start, start + 1, 1), *runs])]
         for period in range(1, min(LONGEST_PERIOD, (n - start) // 2) + 1):
             stop = start + 2 * period
-            while stop <= n and same[stop - period : stop] == same[start : start + period]:
+            while same[stop - period : stop] == same[start : start + period]:
                 cost, runs = best[stop]
                 choices.append((cost + period + 1 + edges(start, stop), [RepeatingLayers(start, stop, period), *runs]))
                 stop += period

@@ -186,7 +186,7 @@ def _backward(how: RingOptions, saved, dy_BsHh):
     early, late = _queries(q_BsHh, k_BsKh.shape[2], starts_BS, how)
     B, s, K, h = k_BsKh.shape
     grouped = (B, s, K, -1, h)
-    delta_BsKG = jnp.sum(y_BsHh.astype(f32) * dy_BsHh.astype(f32), axis=-1).reshape(B, s, K, -1)
+    delta_BsKG = jnp.sum(y_BsHh.astype(f32) * dy_BsHh, axis=-1).reshape(B, s, K, -1)
     delta_BKGs = jnp.moveaxis(delta_BsKG, 1, 3)
     d_sinks = None if sinks_H is None else gradient_of_sinks(sinks_H, _of_heads(lse_BKGs), _of_heads(delta_BKGs))
     arrays = dy_BsHh.reshape(grouped), y_BsHh.reshape(grouped), lse_BKGs, delta_BKGs

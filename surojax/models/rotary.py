@@ -132,8 +132,8 @@ def rope_angles(head_dim: int, positions: jax.Array, theta: float, scaling: Rope
 
     Both are multiplied by `scaling.magnitude`.
     """
-    position = positions.astype(jnp.float32)[..., None]
-    angle = position * jnp.expand_dims(rope_frequencies(head_dim, theta, scaling), tuple(range(positions.ndim)))
+    frequencies = rope_frequencies(head_dim, theta, scaling)
+    angle = positions[..., None] * jnp.expand_dims(frequencies, tuple(range(positions.ndim)))
     cos = jnp.cos(angle)
     sin = jnp.sin(angle)
     return (cos, sin) if scaling.magnitude == 1 else (scaling.magnitude * cos, scaling.magnitude * sin)
@@ -179,6 +179,6 @@ def rope(x_BSHh: jax.Array, positions: jax.Array, theta: float, scaling: RopeSca
 
 def scale_by_position(q_BSHh: jax.Array, positions: jax.Array, scaling: RopeScaling) -> jax.Array:
     """Multiplies queries by 1 + beta ln(1 + floor(position / original length)). positions: `[S]` or `[B, S]`."""
-    lengths = jnp.floor(positions.astype(jnp.float32) / scaling.original_max_position_embeddings)
+    lengths = jnp.floor(positions / scaling.original_max_position_embeddings)
     scale = (1 + scaling.llama_4_scaling_beta * jnp.log(1 + lengths)).astype(q_BSHh.dtype)
     return q_BSHh * (scale[..., None, None] if scale.ndim == 2 else scale[None, :, None, None])

@@ -64,6 +64,6 @@ def dequantise(q: Mxfp4, dtype) -> jax.Array:
     """
     rows, row_blocks = q.scales.shape
     codes = (q.codes[..., None] >> np.array([[[0, 4]]], np.uint8) & 15).reshape(rows, row_blocks, BLOCK)  # see nf4.py
-    numbers = jnp.asarray(NUMBERS).at[codes.astype(jnp.int32)].get(mode="promise_in_bounds")
+    numbers = jnp.asarray(NUMBERS).at[codes].get(mode="promise_in_bounds")
     scales = jnp.where(q.scales == NOT_FINITE, jnp.nan, fp8_format.power_of_two(q.scales.astype(jnp.uint32)))
     return (numbers * scales[..., None]).astype(dtype).reshape(rows, row_blocks * BLOCK)

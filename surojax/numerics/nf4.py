@@ -114,7 +114,7 @@ def _nearest(x: jax.Array, absmax: jax.Array, numbers: np.ndarray) -> jax.Array:
     return jnp.searchsorted(between, jnp.clip(ratio, -1, 1), method="compare_all").astype(jnp.uint8)
 
 
-def from_flat(packed, absmax, group_absmax, offset, shape: tuple[int, ...], parts: int = 1) -> Nf4:
+def from_flat(packed, absmax, group_absmax, offset, shape: tuple[int, ...], parts: int) -> Nf4:
     """An Nf4 from the flat arrays of bitsandbytes: numpy arrays, or jax's.
 
     packed: uint8 [out x in / 2]. absmax: uint8 [out x in / 64]. group_absmax: float32 [groups]. offset: float32 [].
@@ -156,7 +156,7 @@ def dequantise(q: Nf4, dtype) -> jax.Array:
 
 
 def _look_up(numbers: np.ndarray, codes: jax.Array) -> jax.Array:
-    return jnp.asarray(numbers).at[codes.astype(jnp.int32)].get(mode="promise_in_bounds")
+    return jnp.asarray(numbers).at[codes].get(mode="promise_in_bounds")
 
 
 def planned(shape: tuple[int, ...], divided: tuple[int, int] = (1, 1)) -> Nf4:

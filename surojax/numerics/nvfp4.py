@@ -63,6 +63,6 @@ def dequantise(q: Nvfp4, dtype) -> jax.Array:
     """
     rows, row_blocks = q.scales.shape
     codes = (q.codes[..., None] >> np.array([[[0, 4]]], np.uint8) & 15).reshape(rows, row_blocks, BLOCK)  # see nf4.py
-    numbers = jnp.asarray(NUMBERS).at[codes.astype(jnp.int32)].get(mode="promise_in_bounds")
+    numbers = jnp.asarray(NUMBERS).at[codes].get(mode="promise_in_bounds")
     numbers = numbers * q.scales.astype(jnp.float32)[..., None] * q.tensor_scale
     return numbers.astype(dtype).reshape(rows, row_blocks * BLOCK)

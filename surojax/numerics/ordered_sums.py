@@ -29,7 +29,7 @@ def _add_one_by_one(table_VD: jax.Array, rows_N: jax.Array, values_ND: jax.Array
     """As `add_rows`, on a processor, where XLA adds rows one after another."""
     rows_N = jnp.where(rows_N < 0, len(table_VD), rows_N)  # else they count from the end
     wide = jnp.promote_types(table_VD.dtype, jnp.float32)
-    sums_VD = table_VD.astype(wide).at[rows_N].add(values_ND.astype(wide), mode="drop")
+    sums_VD = table_VD.astype(wide).at[rows_N].add(values_ND, mode="drop")
     # Without the barrier XLA adds what is added next, the gradient of a tied head, before the rows, if it sees both.
     return materialised(sums_VD.astype(table_VD.dtype))
 
@@ -54,8 +54,7 @@ def _add_sorted(table_VD: jax.Array, rows_N: jax.Array, values_ND: jax.Array) ->
         wide = jnp.promote_types(table_VD.dtype, jnp.float32)
         sums_Nd = _segment_sums(values_Nd.at[order_N].get(unique_indices=True).astype(wide), start_N)
         old_Nd = old_Vd.at[target_N].get(mode="fill", fill_value=0, unique_indices=True)
-        new_Nd = (old_Nd + sums_Nd).astype(table_VD.dtype)
-        return jax.lax.dynamic_update_slice_in_dim(x_ND, new_Nd.astype(x_ND.dtype), i * width, 1)
+        return jax.lax.dynamic_update_slice_in_dim(x_ND, (old_Nd + sums_Nd).astype(x_ND.dtype), i * width, 1)
 
     x_ND = values_ND.astype(jnp.promote_types(table_VD.dtype, values_ND.dtype))
     new_ND = jax.lax.fori_loop(0, D // width, piece, x_ND) if width < D else piece(0, x_ND)
@@ -77,4 +76,4 @@ def _segment_sums(x_Nd: jax.Array, start_N: jax.Array) -> jax.Array:
 def _columns_of_piece(N: int, D: int) -> int:
     """Returns the largest divisor of D whose columns are at most PIECE_BYTES, at least MIN_COLUMNS if D has these."""
     most = max(PIECE_BYTES // (4 * N), MIN_COLUMNS)
-    return max(width for width in range(1, D + 1) if D % width == 0 and width <= max(most, 1))
+    return max(width for width in range(1, D + 1) if D % width == 0 and width <= most)

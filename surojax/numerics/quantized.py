@@ -89,7 +89,7 @@ def quantise_whole(x: jax.Array, dtype, absmax: jax.Array | None = None) -> Quan
     absmax = largest_magnitude(x) if absmax is None else absmax
     scales = scale_for(absmax, dtype)
     limit = float(jnp.finfo(dtype).max)
-    values = x.astype(jnp.float32) * (1 / scales)[..., None, None]
+    values = x * (1 / scales)[..., None, None]
     return Quantized(jnp.clip(values, -limit, limit).astype(dtype), scales)
 
 

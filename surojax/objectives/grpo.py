@@ -113,7 +113,7 @@ class Grpo(OfLogProbabilities):
         targets = varying(targets, AXES)
         counted_BS = self.counted(targets)
         # Numbers of a token's whole completion, at each token, or once for a row: [B, S] or [B, 1].
-        tokens = at_tokens(jnp.maximum(of_sequences(counted_BS.astype(jnp.float32), targets), 1.0), targets)
+        tokens = at_tokens(jnp.maximum(of_sequences(counted_BS, targets), 1.0), targets)
         advantage_BS = targets[ADVANTAGE]
         logratio_BS = jnp.where(counted_BS, logprob_BS - targets[SAMPLED], 0.0)
         if s.importance_sampling_level == "sequence":
@@ -125,7 +125,7 @@ class Grpo(OfLogProbabilities):
         high_BS = (ratio_BS > most) & (advantage_BS > 0)
         clipped_BS = jnp.where(low_BS, least, jnp.where(high_BS, most, ratio_BS))
         losses_BS = -clipped_BS * advantage_BS
-        numbers = [low_BS.astype(jnp.float32), high_BS.astype(jnp.float32), advantage_BS]
+        numbers = [low_BS, high_BS, advantage_BS]
         if s.grpo_beta:
             d_BS = jnp.where(counted_BS, targets[REFERENCE] - logprob_BS, 0.0)
             kl_BS = _exp(d_BS) - d_BS - 1

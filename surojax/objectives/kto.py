@@ -56,7 +56,7 @@ class KtoLoss:
         margins_P = jnp.where(is_desirable_P, 1.0, -1.0) * self.beta * (logratio_B[::2] - kl)
         weights_P = jnp.where(is_desirable_P, self.settings.desirable_weight, self.settings.undesirable_weight)
         losses_P = weights_P * jax.nn.sigmoid(-margins_P)  # 1 - sigmoid(x) = sigmoid(-x)
-        numbers = (losses_P, jnp.broadcast_to(kl, losses_P.shape), margins_P, (margins_P > 0).astype(jnp.float32))
+        numbers = (losses_P, jnp.broadcast_to(kl, losses_P.shape), margins_P, margins_P > 0)
         return sums_where(is_answer_P, self.metrics, numbers)
 
 

@@ -294,7 +294,7 @@ class OfSequences(OfLogProbabilities):
 
     def _sequences(self, logprob_BS: jax.Array, targets: Targets) -> Sequences:
         """Computes the `Sequences` of a microbatch: sums over tokens, reduced over devices that share a sequence."""
-        rows: dict[str, Any] = {"logprob": logprob_BS, "tokens": self.counted(targets).astype(jnp.float32)}
+        rows: dict[str, Any] = {"logprob": logprob_BS, "tokens": self.counted(targets)}
         rows |= {name: targets[name] for name in self.loss.reads}
         return Sequences(**{name: of_sequences(x_BS, targets) for name, x_BS in rows.items()})
 
@@ -361,7 +361,7 @@ def num_groups(counted_BS: jax.Array, targets: Targets, per_term: int) -> jax.Ar
 
     counted_BS: of whole rows `[..., B, S]`, as all of the targets.
     """
-    counts = _sums_of_rows(counted_BS.astype(jnp.float32), targets.get(STARTS))
+    counts = _sums_of_rows(counted_BS, targets.get(STARTS))
     groups = jnp.any(counts.reshape(-1, per_term, counts.shape[-1]), axis=1)
     return jnp.sum(groups, dtype=jnp.int32)
 
@@ -382,13 +382,16 @@ def at_tokens(x_Bn: jax.Array, targets: Targets) -> jax.Array:
 
 
 def _sums_of_rows(x: jax.Array, starts: jax.Array | None, devices: int = 1) -> jax.Array:
-    """Sums `[..., n]` over the sequences of rows `[..., s]`. devices: that have parts of a row, each of this length."""
+    """Float32 sums `[..., n]` over the sequences of rows `[..., s]`.
+
+    devices: that have parts of a row, each of this length.
+    """
     if starts is None:
-        return jnp.sum(x, axis=-1, keepdims=True)
+        return jnp.sum(x, axis=-1, keepdims=True, dtype=jnp.float32)
     rows = x.reshape(-1, x.shape[-1])
     places = devices * x.shape[-1]
     sequences = starts.reshape(rows.shape) + places * jnp.arange(len(rows), dtype=starts.dtype)[:, None]
-    zeros = mark_varying(jnp.zeros((len(rows) * places, 1), x.dtype), varying_axes(x))
+    zeros = mark_varying(jnp.zeros((len(rows) * places, 1), jnp.float32), varying_axes(x))
     return add_rows(zeros, sequences.reshape(-1), rows.reshape(-1, 1)).reshape(*x.shape[:-1], -1)
 
 

@@ -143,7 +143,7 @@ class PairLoss:
 def pair_sums(losses_P: jax.Array, chosen_P: jax.Array, rejected_P: jax.Array, is_pair_P: jax.Array) -> Sums:
     """The sums of losses and `METRICS` from the rewards of both answers. is_pair_P: False of what fills up a batch."""
     margins_P = chosen_P - rejected_P
-    numbers = (losses_P, chosen_P, rejected_P, margins_P, (margins_P > 0).astype(jnp.float32))
+    numbers = (losses_P, chosen_P, rejected_P, margins_P, margins_P > 0)
     return sums_where(is_pair_P, METRICS, numbers)
 
 

@@ -84,7 +84,7 @@ class Reward(OfLogProbabilities):
         """See `OfLogProbabilities`, of scores in place of log-probabilities."""
         reward_Bn = of_sequences(jnp.where(targets[SCORED] > 0, score_BS, 0.0), targets)
         margin_Bn = of_sequences(targets[MARGIN], targets)
-        tokens_Bn = of_sequences(self.counted(targets).astype(jnp.float32), targets)
+        tokens_Bn = of_sequences(self.counted(targets), targets)
         chosen_Pn, rejected_Pn = reward_Bn[::2], reward_Bn[1::2]
         losses_Pn = -jax.nn.log_sigmoid(chosen_Pn - rejected_Pn - margin_Bn[::2])
         losses_Pn += self.settings.center_rewards_coefficient * (chosen_Pn + rejected_Pn) ** 2

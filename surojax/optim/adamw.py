@@ -50,8 +50,8 @@ def scale_by_adam(
         return jax.tree.map(lambda x: x.astype(dtype), tree)
 
     def update(grads, state, params=None, *, scalars: Scalars, **_):
-        m = jax.tree.map(lambda m, g: mix(b1, m.astype(jnp.float32), g), state.m, grads)
-        v = jax.tree.map(lambda v, g: mix(b2, v.astype(jnp.float32), g * g), state.v, grads)
+        m = jax.tree.map(lambda m, g: mix(b1, m, g), state.m, grads)
+        v = jax.tree.map(lambda v, g: mix(b2, v, g * g), state.v, grads)
         unbias_m = scalars["unbias_m"]
         unbias_v = scalars["unbias_v"]
         updates = jax.tree.map(lambda m, v: m * unbias_m / (jnp.sqrt(v * unbias_v) + eps), m, v)

@@ -43,8 +43,8 @@ def scale_by_lion(b1: float, b2: float, m_dtype: str) -> optax.GradientTransform
         return LionState(jax.tree.map(lambda p: jnp.zeros(p.shape, m_dtype), params))
 
     def update(updates, state, params=None):
-        signs = jax.tree.map(lambda m, g: jnp.sign(mix(b1, m.astype(jnp.float32), g)), state.m, updates)
-        m = jax.tree.map(lambda m, g: mix(b2, m.astype(jnp.float32), g).astype(m_dtype), state.m, updates)
+        signs = jax.tree.map(lambda m, g: jnp.sign(mix(b1, m, g)), state.m, updates)
+        m = jax.tree.map(lambda m, g: mix(b2, m, g).astype(m_dtype), state.m, updates)
         return signs, LionState(m)
 
     return optax.GradientTransformation(init, update)

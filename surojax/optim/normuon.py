@@ -137,7 +137,7 @@ def normuon(
 
     def averaged(g, m, tensor: TensorContext):
         """The momentum with this gradient, float32."""
-        return mix(momentum, m.astype(jnp.float32), g.astype(jnp.float32) * tensor.scalars["clip"])
+        return mix(momentum, m, g * tensor.scalars["clip"])
 
     def direction(m, old_rows):
         """`of_matrix`, of each expert's by itself."""

@@ -79,8 +79,7 @@ def scale_by_given(scalar: Callable[[Scalars], jax.Array]) -> optax.GradientTran
     """A transformation that multiplies updates with scalar(scalars), the argument `scalars=` of `update`."""
 
     def update(updates, state, params=None, *, scalars: Scalars, **_):
-        factor = scalar(scalars)
-        return jax.tree.map(lambda u: u * factor.astype(u.dtype), updates), state
+        return jax.tree.map(lambda u: u * scalar(scalars), updates), state
 
     return optax.GradientTransformationExtraArgs(lambda params: NoState(), update)  # type: ignore[arg-type]
 

@@ -28,4 +28,4 @@ def _codes(codes: jax.Array, scales: jax.Array, blocks: int) -> tuple[jax.Array,
     new = jnp.max(number_scales.reshape(*scales.shape[:-1], blocks, n // blocks), axis=-1)
     largest = jnp.repeat(new, n // blocks, axis=-1)
     root = jnp.where(number_scales == largest, 1.0, jnp.sqrt(number_scales / largest))
-    return jnp.round(codes.astype(jnp.float32) * root), new
+    return jnp.round(codes * root), new

@@ -123,7 +123,7 @@ def combine(tokens: int, y_TD: jax.Array, way: Routes) -> jax.Array:
         arrived_nRD = _all_to_all(jax.lax.dynamic_slice_in_dim(y_nPD, i * rows, rows, 1))
         token_nR = jax.lax.dynamic_slice_in_dim(way.sent_nP, i * rows, rows, 1)
         for token_R, arrived_RD in zip(token_nR, arrived_nRD, strict=True):  # in which no token is twice
-            sum_ND = sum_ND.at[token_R].add(arrived_RD.astype(jnp.float32), mode="drop", unique_indices=True)
+            sum_ND = sum_ND.at[token_R].add(arrived_RD, mode="drop", unique_indices=True)
         return sum_ND
 
     zeros = _zeros((tokens, y_TD.shape[1]), jnp.float32, y_TD)

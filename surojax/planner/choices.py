@@ -84,14 +84,13 @@ def mesh_change(c: Config, tp: int, cp: int, pp: int) -> Change:
     """The change of a config to groups of these sizes."""
     schedule = "1f1b" if pp > 1 else default_config().pp_schedule
     method = _method(c, tp, cp, pp)
-    in_pieces = cp > 1 and method != "ulysses"
     return {
         "tp_size": tp,
         "cp_size": cp,
         "pp_size": pp,
         "cp_method": method,
         "pp_schedule": c.pp_schedule if c.pp_size > 1 and pp > 1 else schedule,
-        "attention": _attention(c) if in_pieces else c.attention,
+        "attention": c.attention if method == "ulysses" else _attention(c),
     }
 
 
@@ -163,8 +162,7 @@ def expert_groups(c: Config, gpu: Gpu, of: Change, shards: int, *, few: bool = F
     their groups of tp, cp and pp. few: 1 and the largest.
     """
     most = gpu.gpus_per_node // group(of)
-    experts = c.model.num_experts or 1
-    sizes = [size for size in divisors(math.gcd(shards, experts)) if size <= max(1, most)]
+    sizes = [size for size in divisors(math.gcd(shards, c.model.num_experts)) if size <= max(1, most)]
     possible = [size for size in sizes if allows(c, "ep_size", of | {"ep_size": size})]
     return [possible[0], possible[-1]] if few and len(possible) > 1 else possible
 

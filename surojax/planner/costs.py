@@ -245,9 +245,7 @@ def by_copy_engine(module: Module, i: Instruction) -> bool:
     called = hlo.called(i, "calls")
     if not called:
         return False
-    root = _root(module[called[0]])
-    is_slice = root.opcode in ("dynamic-slice", "dynamic-update-slice", "slice")
-    return is_slice and "dynamic_slice_config" in root.attributes
+    return "dynamic_slice_config" in _root(module[called[0]]).attributes  # of a slice, or an update of one
 
 
 def host_transfers(module: Module) -> dict[str, int]:

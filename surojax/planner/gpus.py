@@ -309,7 +309,7 @@ def gpu_key(text: str | None) -> str:
         raise ConfigError(f"--gpu: expected a GPU that computes in bfloat16, got {text!r} ({REFUSED[gpu]})")
     if gpu is not None:
         return gpu
-    sizes = [key for key in GPUS if "_" in key and _word(key.partition("_")[0]) == word]
+    sizes = [key for key in GPUS if _word(key.partition("_")[0]) == word]
     if sizes:
         raise ConfigError(f"--gpu: expected {' or '.join(sizes)}, got {text!r}, of which there are several; choose one")
     if re.search(AMD, text.lower()):

@@ -187,7 +187,7 @@ class Machine:
         """
         if any(task.done for task in last.left):
             return 0.0
-        advanced = [(task.left, left - task.left) for task, left in last.left.items() if not task.done]
+        advanced = [(task.left, left - task.left) for task, left in last.left.items()]
         return min((math.floor(left / step) for left, step in advanced if step > 0), default=math.inf)
 
     def skip(self, last: "Iteration", number: float) -> None:

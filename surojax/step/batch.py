@@ -96,7 +96,7 @@ class Batch(NamedTuple):
 
     def scale(self) -> jax.Array:
         """1 / the number of terms: the factor of the summed loss; float32 []."""
-        return 1.0 / jnp.maximum(self.terms(), 1).astype(jnp.float32)
+        return 1.0 / jnp.maximum(self.terms(), 1)
 
     def microbatch(self, a: jax.Array | int, recipe_inputs: Callable) -> Microbatch:
         """Microbatch a. recipe_inputs: a function (a, number of a layer)."""

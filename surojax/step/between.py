@@ -242,7 +242,7 @@ class SegmentFiles:
         numbers = self.segment.numbers
         first = numbers[0]
         if numbers[-1] - first == len(numbers) - 1:
-            return number - first if first else number
+            return number - first
         return jnp.searchsorted(jnp.asarray(numbers), number)
 
 

@@ -197,7 +197,7 @@ def of_whole_model(reduce: Callable, stacks: Any) -> Any:
 def auxiliary_loss(engine: Engine, statistics: dict[str, Any], batch: Batch) -> tuple[jax.Array, dict[str, Any]]:
     """Returns (the auxiliary loss of a step, its gradients). statistics: `[L, ...]` by segment, of all tokens."""
     assert engine.auxiliary is not None
-    return jax.value_and_grad(engine.auxiliary)(statistics, batch.terms().astype(jnp.float32))
+    return jax.value_and_grad(engine.auxiliary)(statistics, batch.terms())
 
 
 def plan_metrics(engine: Engine, mesh: Mesh) -> dict[str, Any]:

@@ -208,10 +208,10 @@ class Experts(Mlp):
         c = self.config
         logits_BSE = router_product(x_BSD, self.router[...])
         if c.expert_bias:
-            logits_BSE = logits_BSE + self.b_router[...].astype(jnp.float32)[None, None]
+            logits_BSE = logits_BSE + self.b_router[...][None, None]
         if c.scoring_func == SIGMOID:
             score_BSE = jax.nn.sigmoid(logits_BSE)
-            ranked_BSE = score_BSE + self.b_choice[...].astype(jnp.float32)[None, None]
+            ranked_BSE = score_BSE + self.b_choice[...][None, None]
             probability_BSE = score_BSE / jnp.sum(score_BSE, axis=-1, keepdims=True)
         else:
             score_BSE = probability_BSE = jax.nn.softmax(logits_BSE)
@@ -228,7 +228,7 @@ class Experts(Mlp):
             weights_BSk = weights_BSk / (jnp.sum(weights_BSk, axis=-1, keepdims=True) + least)
         if c.routed_scaling_factor != 1:
             weights_BSk = weights_BSk * c.routed_scaling_factor
-        counted_BS1 = jnp.float32(1) if routing.counted is None else routing.counted.astype(jnp.float32)[..., None]
+        counted_BS1 = jnp.float32(1) if routing.counted is None else routing.counted[..., None]
         squared_BS1 = jnp.square(jax.nn.logsumexp(logits_BSE, axis=-1, keepdims=True))
         statistics = RouterStatistics(
             chosen_E=jnp.sum(counted_BS1 * times_chosen(chosen_BSk, c.num_experts), axis=(0, 1)),
@@ -341,7 +341,7 @@ class Experts(Mlp):
             h_RF = squared_relu(product(x_RD, "w_up"))
         else:
             h_RF = gated(product(x_RD, "w_gate"), product(x_RD, "w_up"), self.config.hidden_act)
-        return product((h_RF.astype(jnp.float32) * weight_R[:, None]).astype(h_RF.dtype), "w_down")
+        return product((h_RF * weight_R[:, None]).astype(h_RF.dtype), "w_down")
 
     # -- declarations --------------------------------------------------------------------------------------------------
 
