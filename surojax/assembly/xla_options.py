@@ -116,16 +116,6 @@ def has_graphs(run: Assembly) -> bool:
     return compiler_options(run, "gpu").get("xla_gpu_enable_command_buffer") != ""
 
 
-# Of programs for several CPU devices. With the collectives of a device in flight together, two cores deadlocked, and
-# once read what was not there yet (jaxlib 0.12, offloaded quants under tp). And where copies are not left out by the
-# analysis that GPUs' programs have, about half of the steps of one model had a wrong loss or NaN (jaxlib 0.12, weights
-# and gradients offloaded, zero_level=3, layers with experts of two kinds in turn; 0 of 372 with it).
-SEVERAL_CPUS: dict[str, str | bool | int] = {
-    "xla_cpu_enable_concurrency_optimized_scheduler": False,
-    "xla_cpu_copy_insertion_use_region_analysis": True,
-}
-
-
 def compiler_options(
     run: Assembly,
     platform: str,
@@ -144,7 +134,9 @@ def compiler_options(
     `PRODUCTS`, those of the copy engine settings and of cuda_graphs; "exact" adds `PINNED`.
     """
     if platform == "cpu":
-        return SEVERAL_CPUS if run.mesh.size > 1 else {}
+        # With the collectives of a device in flight together, two cores deadlocked, and once read what was not
+        # there yet (jaxlib 0.12, offloaded quants under tp).
+        return {"xla_cpu_enable_concurrency_optimized_scheduler": False} if run.mesh.size > 1 else {}
     table = run.engine.table
     options = PRODUCTS | collectives.copy_engine_flags(table.copy_engine)
     if run.engine.cuda_graphs != AUTO:
