@@ -81,7 +81,7 @@ from surojax.training.run_summary import (
     sample_text,
     write_page,
 )
-from surojax.training.safe import advised, mention_of_doctor, mention_of_virtual_devices, safe
+from surojax.training.safe import advised, mention_of_doctor, safe
 from surojax.training.setup import Setup, naming_rows, set_up
 from surojax.training.start import Start, find_start
 
@@ -153,10 +153,8 @@ def train(
     brought = Brought(optimizer, objective, block)
     setup = set_up(c, brought, data)
     devices = setup.devices
-    platform = devices[0].platform
-    for mention in (mention_of_doctor(platform), mention_of_virtual_devices(platform, len(devices), c.zero_level)):
-        if mention:
-            say(mention)
+    if mention := mention_of_doctor(devices[0].platform):
+        say(mention)
 
     # -- Data, and the checkpoint to continue from --------------------------------------------------------------------
     start = find_start(c, setup)

@@ -181,12 +181,6 @@ def test_the_first_runs_on_a_gpu_mention_doctor(tmp_path, monkeypatch):
     assert not options.mention_of_doctor("gpu")
 
 
-@pytest.mark.parametrize("platform, devices, zero_level", [("cpu", 2, 3), ("gpu", 2, 3), ("cpu", 1, 3), ("cpu", 2, 2)])
-def test_sharded_weights_on_several_cpu_devices_are_mentioned(platform, devices, zero_level):
-    mention = options.mention_of_virtual_devices(platform, devices, zero_level)
-    assert bool(mention) == ((platform, devices, zero_level) == ("cpu", 2, 3))
-
-
 # -- Verdicts ---------------------------------------------------------------------------------------------------------
 
 

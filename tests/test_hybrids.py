@@ -1,5 +1,7 @@
 """Models whose layers alternate between mixers: gradients and training, whatever the placement."""
 
+import dataclasses
+import re
 from typing import Any
 
 import jax
@@ -65,3 +67,53 @@ def test_trains_alike_under_every_placement(tmp_path, config):
         folder.mkdir()
         in_files: dict[str, Any] = {"batch": (2, 8, 16), "nvme_path": str(folder), **NVME_ALL}
         assert Small(model=model, overlap_update=late, **in_files).train(batches) == losses
+
+
+COLLECTIVE = ("all-gather", "reduce-scatter", "all-to-all", "collective-permute")  # without sums of single numbers
+
+
+def unordered(text: str) -> list[tuple[str, str]]:
+    """(loop, collective behind it) of a compiled program, if the loop has collectives and no data orders the other.
+
+    On a CPU the loop may still run when the other begins: see `collectives.behind`.
+    """
+    computations: dict[str, list[tuple[str, str, list[str], list[str]]]] = {}
+    of_one: list[tuple[str, str, list[str], list[str]]] = []
+    for line in text.splitlines():
+        if header := re.match(r"(?:ENTRY )?%?([\w.\-]+) .*\{$", line):
+            of_one = computations.setdefault(header[1], [])
+        elif made := re.match(r"\s+(?:ROOT )?%([\w.\-]+) = (?:\(.*?\)|\S+) ([a-z\-]+)\((.*)", line):
+            names = re.findall(r"%([\w.\-]+)", made[3].split("metadata=")[0])
+            called = re.findall(r"(?:body|to_apply)=%([\w.\-]+)", made[3])
+            of_one.append((made[1], made[2], names, called))
+
+    def communicates(op: str, called: list[str]) -> bool:
+        inside = op in ("while", "call") and any(communicates(*x[1::2]) for name in called for x in computations[name])
+        return op in COLLECTIVE or inside
+
+    found = []
+    for instructions in computations.values():
+        behind: dict[str, set[str]] = {}  # of each instruction, the loops that it depends on
+        loops: list[str] = []
+        for name, op, names, called in instructions:
+            behind[name] = set().union(*(behind.get(x, set()) for x in names))
+            if op in COLLECTIVE:
+                found += [(loop, name) for loop in loops if loop not in behind[name]]
+            elif communicates(op, called):
+                loops.append(name)
+                behind[name] |= {name}
+    return found
+
+
+@needs(2)
+@pytest.mark.full
+def test_on_cpus_data_orders_collectives_behind_a_loop():
+    """Without, XLA may run them beside those in it, and exchange tensors: about half of a model's steps were wrong."""
+    order = "conv,conv,conv,full_attention"  # a loop over three, and one that is unrolled
+    model = decoder_model.build(dataclasses.replace(CONVOLUTIONS, num_hidden_layers=4, layer_types=order))
+    placed = {"zero_level": 3, "resident_layers": 0, "microbatches_per_fetch": 1, **ALL}
+    small = Small(2, model=model, **placed)
+    batch = tokens(3, 8, 16)
+    text = small.step.lower(small.plan, *small.put(batch)).compile().as_text()
+    assert "all-gather" in text and "while(" in text
+    assert not unordered(text)

@@ -104,6 +104,29 @@ def same(tree, *axes: str):
     return jax.tree.map(lambda x: mark_same(x, axes), tree)
 
 
+def behind(x, tree):
+    """Orders a tree behind x: on several CPU devices no collective of it starts before x is there.
+
+    XLA:CPU (jaxlib 0.12) keeps a barrier's order when it schedules a program and drops it when it runs one. A loop
+    returns before its collectives are done, so that those behind it in the program, if no data orders them, meet those
+    in it: all of JAX's collectives have one channel, and two all-gathers that meet exchange their tensors. So there
+    the tree's numbers depend on the first one of x: they are 0 if it has the bits of a NaN that nothing computes.
+    Elsewhere, and if x has no arrays, returns the tree as it is.
+    """
+    if jax.sharding.get_abstract_mesh().size == 1 or not jax.tree.leaves(x):
+        return tree
+
+    def chosen(first, *leaves):
+        never = jax.lax.bitcast_convert_type(first.astype(jnp.float32), jnp.int32) == 0x7FC0DEAD
+        return [jnp.where(mark_varying(never, varying_axes(leaf)), jnp.zeros_like(leaf), leaf) for leaf in leaves]
+
+    first = jax.tree.leaves(x)[0].ravel()[0]
+    first = mark_same(first, varying_axes(first))
+    leaves, structure = jax.tree.flatten(tree)
+    leaves = jax.lax.platform_dependent(first, *leaves, cpu=chosen, default=lambda first, *leaves: list(leaves))
+    return structure.unflatten(leaves)
+
+
 def all_gather(tree, layouts):
     """All-gathers shards over `dp_shard x cp` into the arrays that are computed with.
 

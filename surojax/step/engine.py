@@ -156,7 +156,9 @@ class Groups:
         carry, xs_BSD = self.with_layers(layers).forward(group, carry)
         updated: dict[str, TensorState] = {name: flights["weights"] for name, flights in carry.flights.items()}
         new = self.layers_of({name: state.weights for name, state in updated.items()})
-        prefetched = {name: early for of_stretch in new for name, early in of_stretch.first(reverse=True).items()}
+        prefetched = {
+            name: early for of_stretch in new for name, early in of_stretch.first(reverse=True, after=xs_BSD).items()
+        }
         flights = {name: flights | {"weights": prefetched[name]} for name, flights in carry.flights.items()}
         carry = carry._replace(flights=flights)
         return self.with_layers(new).backward(group, carry, xs_BSD), updated

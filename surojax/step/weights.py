@@ -139,9 +139,9 @@ class Fetch:
             l = jnp.clip(l, self.layers.start, self.layers.stop - 1)
         return self.gather.copy_in(self.part.stack, l - self.part.start, self.variant)
 
-    def first(self, *, reverse: bool = False) -> tuple:
-        """Prefetches the first layers of a pass in this direction."""
-        return tuple(self._stage(i, self._first(reverse), reverse) for i in range(self.stages))
+    def first(self, *, reverse: bool = False, after: Any = ()) -> tuple:
+        """Prefetches the first layers of a pass in this direction, after another one with these results."""
+        return tuple(self._stage(i, self._first(reverse), reverse, after) for i in range(self.stages))
 
     def begin_pass(self, prefetched: tuple, counter: jax.Array | int, *, reverse: bool) -> tuple:
         """The prefetched layers at the start of a pass, from what the pass in the other direction prefetched last.
@@ -196,9 +196,11 @@ class Fetch:
         """Clamps l to the layers of the loop."""
         return min(max(l, self.layers.start), self.layers.stop - 1)
 
-    def _stage(self, i: int, first: jax.Array | int, reverse: bool):
+    def _stage(self, i: int, first: jax.Array | int, reverse: bool, after: Any = ()):
         """Prefetches before layer `first`: its weights (i = 0), or the next layer's shards (i = 1)."""
-        return self.copy_in(first + (-1 if reverse else 1)) if i else self.gather.all_gather(self.copy_in(first))
+        if i:
+            return self.copy_in(first + (-1 if reverse else 1))
+        return self.gather.all_gather(collectives.behind(after, self.copy_in(first)))
 
 
 class Layers:
@@ -230,10 +232,10 @@ class Layers:
         first = next(iter(self.fetches[segment].values()))
         return self.gathers[segment].fetch(first.part.stack, 0, variant)
 
-    def first(self, *, reverse: bool = False) -> dict[str, dict[int, tuple]]:
-        """Prefetches the first layers of a pass in this direction, by segment, for each loop."""
+    def first(self, *, reverse: bool = False, after: Any = ()) -> dict[str, dict[int, tuple]]:
+        """Prefetches the first layers of a pass, by segment, for each loop. Arguments as those of `Fetch.first`."""
         return {
-            name: {i: fetch.first(reverse=reverse) for i, fetch in fetches.items()}
+            name: {i: fetch.first(reverse=reverse, after=after) for i, fetch in fetches.items()}
             for name, fetches in self.fetches.items()
         }
 

@@ -160,17 +160,3 @@ def mention_of_doctor(platform: str) -> str:
     if platform != "gpu" or known:
         return ""
     return "note: `surojax doctor` checks in minutes what this GPU does: kernels, offloads, link, predicted time"
-
-
-def mention_of_virtual_devices(platform: str, number: int, zero_level: int) -> str:
-    """Returns a line on sharded weights on several CPU devices, whose numbers may be wrong; else "".
-
-    XLA:CPU (jaxlib 0.12) does not always run the all-gathers of a program in one order on all devices, and then one
-    device gets another's tensor: docs/trouble.md.
-    """
-    if platform != "cpu" or number == 1 or zero_level < 3:
-        return ""
-    return (
-        "note: zero_level=3 on several CPU devices is for trying things out: XLA may exchange tensors there, so that a "
-        "loss differs from run to run; compare it with one device"
-    )
