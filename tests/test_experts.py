@@ -726,6 +726,9 @@ def test_a_layer_that_uses_too_few_experts_is_said_once(tmp_path, capsys):
     assert said.count("layer 3: nearly all tokens choose the same 2.0 of 16 experts; router_aux_loss_coef spreads") == 1
     statistics = {"blocks": RouterStatistics(few, few / 2, np.zeros(2))}
     assert Usage.of(statistics).chosen == 2
+    # The loss of such a step is NaN, which is said after its record is written.
+    not_finite = {"blocks": RouterStatistics(few, np.full((2, 16), np.nan), np.zeros(2))}
+    assert Usage.of(not_finite).chosen == 0 and not Usage.of(not_finite).collapsed
 
 
 @pytest.mark.parametrize(

@@ -18,10 +18,13 @@ class Usage(NamedTuple):
 
     @classmethod
     def of(cls, statistics: dict[str, Any]) -> "Usage":
-        """Makes a `Usage` from a step's `RouterStatistics` by segment, in host memory."""
+        """Makes a `Usage` from a step's `RouterStatistics` by segment, in host memory.
+
+        Where probabilities are not finite, as the step's loss then, `chosen` is 0.
+        """
         tokens_LE = np.concatenate([of_segment.chosen_E for of_segment in statistics.values()])
         tokens = sum(of_segment.probability_E.sum() for of_segment in statistics.values())  # of all layers
-        return cls(tokens_LE, round(float(tokens_LE.sum() / max(tokens, 1))))
+        return cls(tokens_LE, round(float(tokens_LE.sum() / max(tokens, 1))) if np.isfinite(tokens) else 0)
 
     @property
     def largest_share_L(self) -> np.ndarray:
