@@ -61,13 +61,14 @@ def parse_flags(
 ) -> tuple[Config, argparse.Namespace]:
     """Parses a command line; returns the config, and the command's own options, which the caller added to `parser`.
 
-    otherwise: the config of a command line that names none; "" if it has to.
-
     `--config FILE` names a Python file with `get_config()`, or one of `configs()`; a `model_path` without it takes
     config/finetune.py.
     `--config.FIELD=VALUE` overrides one of its fields, and so does `--FIELD VALUE` unless the command has an option of
     that name; if a field is set twice, the last value counts. `--help` prints the options and the usual fields,
     `--help fields` every field, and exits.
+
+    otherwise: the config if the command line names none; "": it has to name one.
+
     Raises ConfigError for a bad option, and for a `model` field that contradicts the model at `model_path`.
     """
     add_options(parser)

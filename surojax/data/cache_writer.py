@@ -22,7 +22,7 @@ from surojax.errors import ConfigError
 from surojax.resources import cores
 
 # Long texts are encoded in pieces (`texts.PIECE_CHARS`), one core each, and two groups at a time: a group has pieces
-# for half of the cores.
+# for half of the cores, half a MiB and 2,048 units for each core.
 _GROUP_BYTES = cores() << 19
 _GROUP_UNITS = cores() << 11  # a tokenizer takes a quarter longer for each of 15,000 short texts at a time
 # What an entry's meta data say of rows that were left out: how many, and where the first one is.
@@ -82,7 +82,7 @@ def write_entry(
     without = _LeftOut(on_bad_row)
     items = without.others(source.items(fraction > 0))
     marked = hold_out(items, fraction, encoder.split) if fraction else ((item, False) for item in items)
-    numbers = [0, 0] if fraction else [0]  # of units, to train on and to evaluate on
+    numbers = {False: 0, True: 0} if fraction else {False: 0}  # units of each part, by whether it is held out
     with _Parts(folder, vocab_size, name=source.name, holds_out=bool(fraction), source_bytes=source_bytes) as parts:
         for group, encoded in _in_threads(_groups(marked, encoder), encoder):
             good: list[tuple[_Marked, Example]] = []
@@ -91,21 +91,21 @@ def write_entry(
                     without.skip(example)
                 else:
                     good.append((unit, example))
-            for is_held_out in range(len(numbers)):
+            for is_held_out in numbers:
                 of_part = [x for x in good if x[0].is_held_out == is_held_out]
                 numbers[is_held_out] += len(of_part)
-                parts.append(bool(is_held_out), of_part, encoder.is_text)
+                parts.append(is_held_out, of_part, encoder.is_text)
             parts.bytes_read += sum(member.unit.num_bytes for member in group)
         parts_meta = parts.finish()
     skipped = str(without)
-    if not any(numbers):
+    if not any(numbers.values()):
         fate = f", {skipped}; correct them" if without.skipped or without.blank else "; add some, or name other data"
         raise ConfigError(f"{source.name}: expected {source.what} that can be used, got none{fate}")
-    if not all(numbers):
+    if not all(numbers.values()):
         raise ConfigError(
             f"{source.name}: expected at least two different {source.what} that can be used, to train on one part and "
-            f"evaluate on the other, got {numbers[0]:,} to train on and {numbers[1]:,} to evaluate on, {skipped}; add "
-            f"or correct {source.what}, or set {source.instead}"
+            f"evaluate on the other, got {numbers[False]:,} to train on and {numbers[True]:,} to evaluate on, "
+            f"{skipped}; add or correct {source.what}, or set {source.instead}"
         )
     return {"parts": parts_meta, **{name: getattr(without, name) for name in LEFT_OUT}}
 

@@ -105,13 +105,13 @@ def same(tree, *axes: str):
 
 
 def behind(x, tree):
-    """Orders a tree behind x: on several CPU devices no collective of it starts before x is there.
+    """Returns the arrays of a tree; on several CPU devices, collectives of them wait until x is computed.
 
-    XLA:CPU (jaxlib 0.12) keeps a barrier's order when it schedules a program and drops it when it runs one. A loop
-    returns before its collectives are done, so that those behind it in the program, if no data orders them, meet those
-    in it: all of JAX's collectives have one channel, and two all-gathers that meet exchange their tensors. So there
-    the tree's numbers depend on the first one of x: they are 0 if it has the bits of a NaN that nothing computes.
-    Elsewhere, and if x has no arrays, returns the tree as it is.
+    XLA:CPU (jaxlib 0.12) respects an optimization barrier when it schedules a program, but not when it runs it. While
+    the collectives of a loop still run, it starts a collective after the loop that does not depend on the loop's
+    results. JAX gives all collectives the same channel, so two all-gathers that run at once can receive each other's
+    tensors. Here every array is made to depend on x: it is replaced by zeros if x begins with a certain NaN, which no
+    arithmetic produces. On GPUs, on one device, and if x has no arrays, the tree is returned unchanged.
     """
     if jax.sharding.get_abstract_mesh().size == 1 or not jax.tree.leaves(x):
         return tree

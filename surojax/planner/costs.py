@@ -245,7 +245,8 @@ def by_copy_engine(module: Module, i: Instruction) -> bool:
     called = hlo.called(i, "calls")
     if not called:
         return False
-    return "dynamic_slice_config" in _root(module[called[0]]).attributes  # of a slice, or an update of one
+    # Only slices and updates of slices have this attribute.
+    return "dynamic_slice_config" in _root(module[called[0]]).attributes
 
 
 def host_transfers(module: Module) -> dict[str, int]:

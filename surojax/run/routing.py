@@ -20,7 +20,7 @@ class Usage(NamedTuple):
     def of(cls, statistics: dict[str, Any]) -> "Usage":
         """Makes a `Usage` from a step's `RouterStatistics` by segment, in host memory.
 
-        Where probabilities are not finite, as the step's loss then, `chosen` is 0.
+        `chosen` is 0 if a router's probabilities are NaN or infinite; the step's loss is not finite either then.
         """
         tokens_LE = np.concatenate([of_segment.chosen_E for of_segment in statistics.values()])
         tokens = sum(of_segment.probability_E.sum() for of_segment in statistics.values())  # of all layers

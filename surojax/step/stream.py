@@ -188,6 +188,7 @@ def _over_places(loop: LayerLoop, reverse: bool, layer: Callable, carry: tuple[A
         carry = jax.lax.fori_loop(0, looped // period, body, carry)
     for number in range(looped, n):
         in_turn, (carry, flights) = after(number, carry)
+        # Prefetched shards are gathered in this layer, on CPUs too only when the layer before is done.
         carry = carry, flights._replace(early=collectives.behind((carry, flights.late), flights.early))
         place = fixed(number)
         carry = layer((place, place), in_turn, *places[number], carry)

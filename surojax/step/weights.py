@@ -140,7 +140,10 @@ class Fetch:
         return self.gather.copy_in(self.part.stack, l - self.part.start, self.variant)
 
     def first(self, *, reverse: bool = False, after: Any = ()) -> tuple:
-        """Prefetches the first layers of a pass in this direction, after another one with these results."""
+        """Prefetches the first layers of a pass in this direction.
+
+        after: results of the pass before it, if its program has one; see `collectives.behind`.
+        """
         return tuple(self._stage(i, self._first(reverse), reverse, after) for i in range(self.stages))
 
     def begin_pass(self, prefetched: tuple, counter: jax.Array | int, *, reverse: bool) -> tuple:
