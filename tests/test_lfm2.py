@@ -228,6 +228,15 @@ def test_layer_types_are_their_shortest_pattern(types, field):
             {"lora": True, "lora_target_modules": "q_proj"},
             "a matrix of every layer, .* got 'q_proj'; add one of out_proj, gate_proj, up_proj, down_proj$",
         ),
+        (
+            {"lora": True, "lora_target_modules": "all-linear,q_proj"},
+            "got 'all-linear'; use it alone, or leave it out$",
+        ),
+        (
+            {"lora": True, "model.one_purpose": True, "model.layer_types": "full_attention,experts"}
+            | {"model.num_experts": 4, "model.num_experts_per_tok": 2},
+            "got 'all-linear'; name all matrices: q_proj,k_proj,v_proj,o_proj,gate_proj,up_proj,down_proj$",
+        ),
         ({"model.layer_types": "conv,mamba"}, "model.layer_types: expected mixers .* got 'mamba'"),
         ({"model.layer_types": ",".join(["conv"] * 13)}, "at most num_hidden_layers=12 mixers"),
     ],

@@ -80,6 +80,8 @@ def both(one: Feature, other: Feature) -> dict | None:
             example.pop("lora_target_modules", None)
         if example.get("model.one_purpose") and example.get("model.num_experts"):  # layers whose purpose they are
             example.setdefault("model.layer_types", "full_attention,experts")
+            if example.get("lora"):
+                example.setdefault("lora_target_modules", "q_proj,gate_proj,up_proj,down_proj")
         values = DEFAULTS | SIZES | {"num_shards": 1} | example
         if one.holds(values, DEFAULTS) and other.holds(values, DEFAULTS):
             return example

@@ -16,12 +16,13 @@ def check_adapters(c: Config) -> None:
         return
     layers = kinds(c).values()
     known = adaptable(layers)
+    modules = dict.fromkeys(target.module.rpartition(".")[2] for target in known)
     if c.lora_target_modules != ALL_LINEAR:
-        modules = dict.fromkeys(target.module.rpartition(".")[2] for target in known)
         expected = f"names among {', '.join(modules)}, or {ALL_LINEAR!r}"
         for name in (name.strip() for name in c.lora_target_modules.split(",")):
             is_known = bool(named(name, known)) and name != ALL_LINEAR
-            need(is_known, "lora_target_modules", expected, name, "correct it")
+            change = "use it alone, or leave it out" if name == ALL_LINEAR else "correct it"
+            need(is_known, "lora_target_modules", expected, name, change)
     for name in c.modules_to_save.split(",") if c.modules_to_save else ():
         need(name.strip() in SAVED, "modules_to_save", f"names among {', '.join(SAVED)}", name.strip(), "correct it")
     names = target_names(c.lora_target_modules, layers)
@@ -32,6 +33,8 @@ def check_adapters(c: Config) -> None:
         own = {target.matrix: target.module.rpartition(".")[2] for target in adaptable([layer])}
         of_layer = names_in_layers(names, with_experts=layer.mlp.has_experts) if has_experts else names
         change = f"add one of {', '.join(dict.fromkeys(own.values()))}"
+        if c.lora_target_modules == ALL_LINEAR:  # which leaves out experts, and goes with no other name
+            change = f"name all matrices: {','.join(modules)}"
         need(bool(own.keys() & {*of_layer}), "lora_target_modules", expected, c.lora_target_modules, change)
     if has_experts and (of_mlps := [name for name in names if is_of_mlp(name)]):
         _check_beside_experts(c, of_mlps, known)

@@ -178,12 +178,11 @@ latent_in_context = dataclasses.replace(
     example=WITH_LATENT | {"cp_size": 2},
 )
 YARN: Any = {"model.rope_scaling": "yarn", "model.rope_factor": 2.0}
+LATENT_HEADS = {"model.qk_nope_head_dim": 32, "model.qk_rope_head_dim": 32, "model.v_head_dim": 64}  # alike, for cuDNN
 OF_LATENT = (
     is_set("model.q_lora_rank", 64, WITH_LATENT),
     is_set("model.kv_lora_rank", 64, WITH_LATENT),
-    is_set("model.qk_nope_head_dim", 32, WITH_LATENT),
-    is_set("model.qk_rope_head_dim", 32, WITH_LATENT),
-    is_set("model.v_head_dim", 64, WITH_LATENT),
+    *(is_set(name, size, WITH_LATENT | LATENT_HEADS) for name, size in LATENT_HEADS.items()),
     is_off("model.rope_interleave", **WITH_LATENT),
     scores_of_yarn := is_set("model.rope_mscale_all_dim", 1.0, WITH_LATENT | YARN),
 )

@@ -41,7 +41,7 @@ SETTINGS: tuple[DeclaredField, ...] = (
     *declared(RewardSettings),
     *declared(DistillSettings),
 )
-EXPERTS = {"model.num_experts": 4, "model.num_experts_per_tok": 2, "gradient_accumulation_steps": 1}
+EXPERTS = {"model.num_experts": 4, "model.num_experts_per_tok": 2}
 PAIRS = {"data": "rows.jsonl", "per_device_batch_size": 2}  # what a config of an objective of pairs needs besides
 ROLLOUTS = PAIRS | {"objective": "grpo", "grpo_loss_type": "dr_grpo", "grpo_beta": 0.25}  # which read all options
 REWARDS = PAIRS | {"objective": REWARD, "model.num_labels": 1}
@@ -147,7 +147,7 @@ REFUSALS: tuple[Refusal, ...] = (
     ),
     *(
         Refusal(
-            is_set(name, 0.01, EXPERTS),
+            is_set(name, 0.01, {**EXPERTS, "gradient_accumulation_steps": 1}),
             of_pairs(),
             "whose terms are of answers, and not of the tokens that a router sees",
             "leave it out",
