@@ -91,7 +91,8 @@ def test_where_it_is_done(monkeypatch):
     engine = lambda **settings: Small(1, **{"recompute_block": False, **settings}).engine
     at("gpu")
     assert in_place.saves_in_place(engine()) and in_place.saves_in_place(engine(xla_options="default"))
-    for settings in ({"recompute_block": True}, {"offload_residual": True}, {"xla_options": "exact"}):
+    others = {"recompute_block": True}, {"offload_residual": True}, {"xla_options": "exact"}, {"offload_weights": True}
+    for settings in (*others, {"offload_grads": True, "offload_optimizer": True, "overlap_update": True}):
         assert not in_place.saves_in_place(engine(**settings)), settings
     sharded = Small(2, zero_level=3, recompute_block=False).engine
     assert not in_place.saves_in_place(sharded)

@@ -27,13 +27,14 @@ from surojax.step.spec import EXACT, Engine
 def saves_in_place(engine: Engine) -> bool:
     """True if layers write what they save while they compute.
 
-    Blocks that are recomputed save only their input, which is there already. With sharded weights, residuals are
-    written after the next layer's weights are gathered (`blocks.behind_weights`).
+    Blocks that are recomputed save only their input, which is there already. Beside weights that arrive from host
+    memory or from other devices, or with their update, XLA hides less of the transfers (by 2.5 % of a step of 7B).
     """
     table = engine.table
     on_gpu = dispatch.target().platform == "gpu" and cuda_plugin.plugin_version() >= (0, 12)
-    apart = engine.recompute_block or table.residuals.home.streamed or table.weights.sharded
-    return on_gpu and not apart and engine.xla_options != EXACT
+    arrive = table.streams_weights or table.weights.sharded or engine.overlap_update
+    apart = engine.recompute_block or table.residuals.home.streamed
+    return on_gpu and not (arrive or apart) and engine.xla_options != EXACT
 
 
 def run_in_place(f: Callable, arguments: tuple, stacks: Sequence[jax.Array], index: Any) -> tuple[Any, list[jax.Array]]:
