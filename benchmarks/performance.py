@@ -156,6 +156,7 @@ ROWS = (
     ),
     Row("LLMQ: Qwen2.5 1.5B, 1 x RTX 4090", "rtx4090", SPEED, 12261, 14100, f"{LLMQ_1_5B} {batch(4, 128)}"),
     Row("LLMQ: Qwen2.5 1.5B, 1 x H100", "h100", SPEED, 52983, 58900, f"{LLMQ_1_5B} {batch(32, 16)}"),
+    Row("LLMQ: Qwen2.5 1.5B, 1 x H200", "h200", SPEED, 57308, 58900, f"{LLMQ_1_5B} {batch(32, 16)}"),
     Row(
         "Llama 7B, 1 x RTX 4090, weights on the device, 2 x 2048",
         "rtx4090",
@@ -191,6 +192,9 @@ ROWS = (
     ),
     Row("Llama 7B, 1 x H200, blocks recomputed", "h200", MFU, 0.468, 0.55, batch(4, 2)),
     Row("Llama 7B, 1 x H200, norms recomputed", "h200", MFU, 0.567, 0.55, f"{batch(4, 2)} {PARTS_AGAIN}"),
+    Row(
+        "Llama 7B, 1 x H200, norms recomputed, 8 microbatches", "h200", MFU, 0.594, 0.6, f"{batch(4, 8)} {PARTS_AGAIN}"
+    ),
     Row("Llama 7B, 1 x H100, fp8_hybrid", "h100", RATIO, 1.54, 1.35, f"{FP8} recipe=fp8_hybrid", base=FP8),
     Row("Llama 7B, 1 x H100, fp8_current", "h100", RATIO, 1.47, 1.35, f"{FP8} recipe=fp8_current", base=FP8),
     memory("Llama 7B, 1 x RTX 4090", "rtx4090", 76.30, "zero_level=3"),

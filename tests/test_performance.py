@@ -124,6 +124,20 @@ def test_products_add_to_accumulators_in_place():
 
 @needs_compiler
 @pytest.mark.full
+@pytest.mark.parametrize("settings, in_place", [("", 1), (" xla_options=exact", 0)])
+def test_products_write_saved_activations_in_place(settings, in_place):
+    """The residual stream behind the attention; XLA merges the products of gate and up, which are this small."""
+    module = compiled_step("gradient_accumulation_steps=2 recompute_block=False" + settings)
+    writers = 0
+    for i, *_ in hlo.executed(module):
+        inside = {x.opcode for name in hlo.called(i, "calls") for x in module[name].values()}
+        is_stack = i.shape.lstrip("(").startswith("bf16[5,1,64,256]")
+        writers += is_stack and inside >= {"dynamic-update-slice", "custom-call"}
+    assert writers == in_place
+
+
+@needs_compiler
+@pytest.mark.full
 def test_dpo_with_adapters_moves_no_byte_more_than_cross_entropy():
     """Between host and device in a compiled step: weights, residuals, optimizer state; the layer is fetched once."""
     placed = (

@@ -8,11 +8,10 @@ from surojax.models.model import Model
 from surojax.parallel import collectives
 from surojax.placement import cuda_plugin
 from surojax.placement.home import HOST
+from surojax.step.spec import EXACT, OVERLAP
 from surojax.step.state_plan import bytes_per_device
 
 AUTO = "auto"  # a value of the field cuda_graphs
-OVERLAP = "overlap"  # a value of the field xla_options: `SCHEDULE`
-EXACT = "exact"  # a value of the field xla_options, see `PINNED`
 
 # Matrix products by cuBLASLt alone, for `plan` and `train` alike. XLA's own (Triton) are chosen by timing, which a
 # machine without a GPU cannot do, so that `plan` showed other programs than ran. As candidates for Triton, products

@@ -15,6 +15,7 @@ from surojax.models.model import Segment, Variant
 from surojax.step import passes
 from surojax.step.batch import Group, Microbatch
 from surojax.step.gradients import Sums, reduce_behind
+from surojax.step.in_place import run_in_place, saves_in_place
 from surojax.step.outer import OuterLayers
 from surojax.step.residuals import Residuals
 from surojax.step.spec import Engine
@@ -42,37 +43,63 @@ class SegmentBlocks:
         self.gathers = weights.sharded
         self.recomputes = engine.recompute_block
         self.copies_in = weights.home.streamed
+        self.in_place = saves_in_place(engine)
 
     def new_sums(self, used=None) -> Flight:
         """Makes zeroed accumulators of gradients, see `Sums.new`."""
         return self.sums.new(self.weights, used)
 
-    def forward(self, group: Group) -> Callable:
-        """The body of `stream.over` in a forward pass of a group; its carry is (xs_BSD, totals), see `Blocks`."""
+    def forward(self, group: Group, index: Callable) -> Callable:
+        """The body of `stream.over` in a forward pass of a group; its carry is (xs_BSD, totals), see `Blocks`.
+
+        index: of a layer in the stacks of residuals.
+        """
 
         def body(layer: Layer, values, carry: tuple[list[jax.Array], Totals], flights):
             xs_BSD, totals = list(carry[0]), carry[1]
             where = layer.number, layer.variant
-            residuals = []
+            residuals: list[list[jax.Array]] = []
             of_layer = LayerTotals()
             for i, each in enumerate(group.microbatches):
                 if i:
                     xs_BSD[i], xs_BSD[i - 1] = in_turn(xs_BSD[i], xs_BSD[i - 1])
-                xs_BSD[i], saved, more = self.verbs.forward(values["weights"], xs_BSD[i], *where, each)
-                if self.gathers and not self.recomputes:
-                    # Residuals are written after the next weights are gathered, or the scheduler puts the gather
-                    # behind.
-                    saved, flights = behind_weights(saved, flights)
-                residuals.append(self.residuals.arrays(saved))
+                arguments = values["weights"], xs_BSD[i], *where, each
+                if self.in_place:
+                    xs_BSD[i], more, flights = self.forward_in_place(i, arguments, flights, index(layer.index))
+                else:
+                    xs_BSD[i], saved, more = self.verbs.forward(*arguments)
+                    if self.gathers and not self.recomputes:
+                        # Residuals are written after the next weights are gathered, or the scheduler puts the gather
+                        # behind.
+                        saved, flights = behind_weights(saved, flights)
+                    residuals.append(self.residuals.arrays(saved))
                 of_layer = of_layer.plus(more)
             size = len(group.microbatches)
             for i, each in enumerate(group.microbatches[: len(xs_BSD) - size], size):
                 xs_BSD[i], xs_BSD[i - 1] = in_turn(xs_BSD[i], xs_BSD[i - 1])
                 xs_BSD[i] = self.verbs.infer_reference(values["weights"], xs_BSD[i], *where, each)
             totals = totals.plus(of_layer, self.segment.name, layer.index, layer.number)
-            return (xs_BSD, totals), {"residuals": residuals}, flights
+            return (xs_BSD, totals), {} if self.in_place else {"residuals": residuals}, flights
 
         return body
+
+    def forward_in_place(
+        self, i: int, arguments: tuple, flights: dict[str, Any], index: Any
+    ) -> tuple[jax.Array, LayerTotals, dict[str, Any]]:
+        """Computes a layer for microbatch i of the group; returns (output, what it adds to totals, flights).
+
+        arguments: of `LayerVerbs.forward`. index: of the layer in the stacks of residuals, which are written.
+        """
+        w, x_BSD, *others = arguments
+
+        def run(w, x_BSD):
+            x_BSD, saved, more = self.verbs.forward(w, x_BSD, *others)
+            return (x_BSD, more), self.residuals.arrays(saved)
+
+        flight = flights["residuals"]
+        stacks = list(flight.stack)
+        (x_BSD, more), stacks[i] = run_in_place(run, (w, x_BSD), stacks[i], index)
+        return x_BSD, more, flights | {"residuals": flight._replace(stack=stacks)}
 
     def reads_sums(self, group: Group) -> bool:
         """False if the group's pass begins with zeros in place of accumulators in host memory."""
@@ -153,7 +180,7 @@ class Blocks:
         totals: those that `totals.FORWARD` names. flights: by segment, of the lanes "weights" and "residuals". index:
         of a layer in the stacks of residuals of a segment, as a function of its name.
         """
-        bodies = {name: blocks.forward(group) for name, blocks in self.of.items()}
+        bodies = {name: blocks.forward(group, index(name)) for name, blocks in self.of.items()}
         lanes = {
             name: {"residuals": Stream(blocks.forward_lanes.lane("residuals"), index(name))}
             for name, blocks in self.of.items()

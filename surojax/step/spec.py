@@ -23,6 +23,9 @@ from surojax.placement.param import OUTER
 from surojax.placement.table import Placement
 
 CROSS_ENTROPY = CrossEntropy()
+# Values of the field xla_options, see assembly/xla_options.py: `SCHEDULE`, and `PINNED` besides
+OVERLAP = "overlap"
+EXACT = "exact"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -49,7 +52,7 @@ class StepSettings:
     lmhead_chunks: int = declare(1, AT_LEAST_1, facts=Facts.COST)
     # of the step on GPUs: "overlap" = copies overlap with products, "default" = XLA's own, "exact" = as
     # "overlap", with one kernel for a product in every program, so that offloads should change no bit; untried on GPUs
-    xla_options: str = declare("overlap", choices=("overlap", "exact", "default"), facts=Facts.COST)
+    xla_options: str = declare(OVERLAP, choices=(OVERLAP, EXACT, "default"), facts=Facts.COST)
     # CUDA graphs of a step on GPUs: "auto" = "none" if something is copied or sent beside products, else XLA's own;
     # "small" = of kernels, without loops and copies; "concurrent" = of all, in the order that data asks for; untimed
     cuda_graphs: str = declare("auto", choices=("auto", "none", "small", "concurrent"), facts=Facts.COST)

@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
-from surojax.assembly.xla_options import EXACT, OVERLAP
 from surojax.config import Config, checks
 from surojax.config.changes import changed
 from surojax.errors import ConfigError
@@ -15,6 +14,7 @@ from surojax.exchange.sources import resolved
 from surojax.memory.layer_file import folders
 from surojax.placement.mesh import find_devices
 from surojax.resources import cores
+from surojax.step.spec import EXACT, OVERLAP
 from surojax.verification.bounds import Bound, Curve, expected_bounds, judge
 from surojax.verification.row_batches import make_batches
 from surojax.verification.settings import OWN, SEQUENCE_LEN, SIZES, Setting, chosen_rows, rows_of_config
