@@ -10,8 +10,8 @@ the plugin in a folder:
 
     pip install --no-deps --target DIR jax==0.11.2 jaxlib==0.11.2 jax-cuda13-plugin==0.11.2 jax-cuda13-pjrt==0.11.2
 
-`--triton` compiles with XLA's own products allowed and 0.11's fusions with slices, as the measured steps were; the step of
-the second table that was not measured is there for that comparison.
+`--triton` compiles with XLA's own products allowed and 0.11's fusions with slices, as the measured steps were; the step
+of the second table that was not measured is there for that comparison.
 
 docs/performance.md holds the tables. Exits with 1 if a goal is missed that was reached before.
 """

@@ -12,6 +12,8 @@ docs/persisted_autotuning.md, autotuner_cache.cc).
 import os
 from pathlib import Path
 
+import jax
+
 from surojax.config.fields import Config
 from surojax.placement.cuda_plugin import plugin_version_text
 from surojax.run.console import say
@@ -75,7 +77,7 @@ def _copy(source: Path, target: Path, *, replaces: bool) -> int:
         if place.exists() and (not replaces or place.read_bytes() == content):
             continue
         place.parent.mkdir(parents=True, exist_ok=True)
-        new = place.with_name(f".tmp_{place.name}.{os.getpid()}")
+        new = place.with_name(f".tmp_{place.name}.{jax.process_index()}.{os.getpid()}")  # hosts may share the folder
         new.write_bytes(content)
         new.replace(place)
         copied += 1
