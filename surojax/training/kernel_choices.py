@@ -1,7 +1,8 @@
 """Keeps the kernels that XLA chooses by timing: in a folder of the machine, and beside a run's checkpoints.
 
-Other kernels round otherwise, so a run that is resumed, elsewhere too, takes those that it had. XLA stores each choice
-in a file (`xla_gpu_per_fusion_autotune_cache_dir`), by GPU, its libraries and operation, and finds it in any process.
+Other kernels round otherwise, so a run that is resumed, elsewhere too, takes those that it had. XLA (0.11.2, 0.12.0.1)
+stores each choice in a file (`xla_gpu_per_fusion_autotune_cache_dir`), named by GPU and operation, and takes it in any
+process that has the same version of the library that was chosen, which the file says.
 
 Its other way, one file of all choices (`xla_gpu_dump_autotune_results_to`, `xla_gpu_load_autotune_results_from`), is
 not taken: XLA writes it anew at each compilation and reads it once in a process, ends the compilation if it is missing
@@ -15,11 +16,10 @@ from pathlib import Path
 import jax
 
 from surojax.config.fields import Config
-from surojax.placement.cuda_plugin import plugin_version_text
 from surojax.run.console import say
 from surojax.untrusted import expanded
 
-FOLDER = "kernels"  # in data_cache and in output_dir; in it a folder for each version, since XLA may not compare them
+FOLDER = "kernels"  # in data_cache and in output_dir
 MOST = 4096  # files; a program has some 20 choices, of a few hundred bytes
 LARGEST = 1 << 16  # bytes of a file
 
@@ -49,7 +49,7 @@ def take_choices(c: Config, checkpoint: Path | None, output_dir: Path, platform:
     if platform != "gpu":
         return
     try:
-        if taken := _copy(run / FOLDER / plugin_version_text(), _of_machine(c), replaces=True):
+        if taken := _copy(run / FOLDER, _of_machine(c), replaces=True):
             say(f"kernels: {taken} that XLA had chosen in {run} are taken from there")
     except OSError as error:
         say(f"note: the kernels that XLA had chosen in {run} cannot be taken from there ({error.strerror or error})")
@@ -60,13 +60,13 @@ def store_choices(c: Config, output_dir: Path, platform: str) -> None:
     if platform != "gpu":
         return
     try:
-        _copy(_of_machine(c), output_dir / FOLDER / plugin_version_text(), replaces=False)
+        _copy(_of_machine(c), output_dir / FOLDER, replaces=False)
     except OSError as error:
         say(f"note: the kernels that XLA chose cannot be stored in {output_dir} ({error.strerror or error})")
 
 
 def _of_machine(c: Config) -> Path:
-    return expanded(c.data_cache) / FOLDER / plugin_version_text()
+    return expanded(c.data_cache) / FOLDER
 
 
 def _copy(source: Path, target: Path, *, replaces: bool) -> int:
