@@ -168,7 +168,6 @@ def choice(version: str, algorithm: int) -> bytes:
 
 
 @needs_compiler
-@pytest.mark.full
 @pytest.mark.skipif(cuda_plugin.plugin_version() not in NAMED_SO, reason="XLA may name its choices otherwise")
 def test_xla_takes_a_choice_that_came_with_a_run(tmp_path):
     """Algorithm 5 of cuBLASLt, from a file that a run elsewhere stored; its default if the file is of another cuBLAS.
