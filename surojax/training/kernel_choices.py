@@ -45,7 +45,7 @@ def take_choices(c: Config, checkpoint: Path | None, output_dir: Path, platform:
 
     checkpoint: that the run continues from, which may be of another output_dir; None: there is none.
     """
-    run = checkpoint.parents[1] if checkpoint else output_dir
+    run = checkpoint.parent.parent if checkpoint else output_dir
     if platform != "gpu":
         return
     try:
