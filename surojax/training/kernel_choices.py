@@ -5,9 +5,8 @@ stores each choice in a file (`xla_gpu_per_fusion_autotune_cache_dir`), named by
 process that has the same version of the library that was chosen, which the file says.
 
 Its other way, one file of all choices (`xla_gpu_dump_autotune_results_to`, `xla_gpu_load_autotune_results_from`), is
-not taken: XLA writes it anew at each compilation and reads it once in a process, ends the compilation if it is missing
-or has a choice that was made before, and does not promise that it works beside the folder (openxla/xla:
-docs/persisted_autotuning.md, autotuner_cache.cc).
+not taken: XLA writes it anew at each compilation and reads it once in a process (the options' help texts), ends the
+compilation if it is missing, and does not promise that it works beside the folder (docs/persisted_autotuning.md there).
 """
 
 import os
