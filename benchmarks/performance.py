@@ -1,6 +1,6 @@
 """Compiles and simulates the steps whose time the project has goals for, and prints a Markdown table of them.
 
-    python benchmarks/performance.py [--only TEXT] [--also DIR]
+    python benchmarks/performance.py [--only TEXT] [--also DIR] [--triton]
 
 A row is a step on a GPU: its settings, what is read of its plan, that figure before (commit f3d3e47, 2026-11-22), and
 the goal. It is planned as by `surojax plan` with the settings that the row shows, which needs the compiler
@@ -9,6 +9,9 @@ for GPUs and no GPU. A second table has the steps that were measured on a GPU, a
 the plugin in a folder:
 
     pip install --no-deps --target DIR jax==0.11.2 jaxlib==0.11.2 jax-cuda13-plugin==0.11.2 jax-cuda13-pjrt==0.11.2
+
+`--triton` compiles with XLA's own products allowed and 0.11's fusions with slices, as the measured steps were; the step
+of the second table that was not measured is there for that comparison.
 
 docs/performance.md holds the tables. Exits with 1 if a goal is missed that was reached before.
 """
@@ -25,9 +28,11 @@ from pathlib import Path
 import jax
 from calibrate import MODELS, SEQUENCE_LEN
 
+from surojax.assembly import xla_options
 from surojax.config.fields import Config
 from surojax.config.flags import parse_flags
 from surojax.placement import cuda_plugin
+from surojax.planner import aot
 from surojax.planner.amounts import GiB
 from surojax.planner.run_plan import Plan, plan
 
@@ -216,14 +221,26 @@ ROWS = (
 )
 
 
-# Steps that ran on a GPU, with their milliseconds there (benchmarks/results/h200.md, XLA of the plugin 0.11.2).
-MEASURED = (
+# Steps that ran on a GPU, with their milliseconds there (benchmarks/results/h200.md, XLA of the plugin 0.11.2), and one
+# that did not.
+MEASURED: tuple[tuple[Row, int | None], ...] = (
     (
         Row("Llama 7B, 4 x 4 x 2048, blocks recomputed", "h200", TIME, 0, 0, f"{batch(4, 4)} master_dtype=bfloat16"),
         2936,
     ),
     (Row("Llama 7B, 2 x 4 x 2048, norms recomputed", "h200", TIME, 0, 0, f"{batch(4, 2)} {PARTS_AGAIN}"), 1253),
     (Row("Qwen2.5 1.5B, 4 x 32 x 1024", "h200", TIME, 0, 0, f"{LLMQ_1_5B} {batch(32, 4)}"), 2402),
+    (
+        Row(
+            "Llama 7B, 4 x 4 x 2048, fp8_hybrid",
+            "h200",
+            TIME,
+            0,
+            0,
+            f"{batch(4, 4)} master_dtype=bfloat16 recipe=fp8_hybrid",
+        ),
+        None,
+    ),
 )
 
 
@@ -231,10 +248,12 @@ class Compilers:
     """The versions of XLA that rows are compiled by: the one that is installed, and that of a folder.
 
     folder: what `pip install --target` made of another version of JAX and its CUDA plugin; None: there is none.
+    triton: as in `as_measured`, for the other version.
     """
 
-    def __init__(self, folder: Path | None):
+    def __init__(self, folder: Path | None, triton: bool = False):
         self.folder = folder
+        self.options = ["--triton"] * triton
         self.versions = [cuda_plugin.plugin_version_text()]
         if folder is not None:
             code = "from surojax.placement import cuda_plugin; print(cuda_plugin.plugin_version_text())"
@@ -253,7 +272,7 @@ class Compilers:
         """The figure of a row by each version."""
         if self.folder is None:
             return [row.now()]
-        printed = self.elsewhere([__file__, "--figure", row.name])
+        printed = self.elsewhere([__file__, "--figure", row.name, *self.options])
         return [row.now(), json.loads(printed.splitlines()[-1])]
 
 
@@ -282,8 +301,20 @@ def errors(compilers: Compilers, only: str) -> None:
     print(f"\n| measured on an H200 | ms |{columns}\n|---|---|{'---|---|' * len(compilers.versions)}")
     for row, measured in MEASURED:
         if only in row.name:
-            found = "".join(f" {x:,.0f} | {100 * (x / measured - 1):+.1f} % |" for x in compilers.figures(row))
-            print(f"| {row.name} | {measured:,} |{found}", flush=True)
+            found = "".join(f" {x:,.0f} | {error(x, measured)} |" for x in compilers.figures(row))
+            print(f"| {row.name} | {f'{measured:,}' if measured else '-'} |{found}", flush=True)
+
+
+def error(predicted: float, measured: int | None) -> str:
+    """By how much a prediction is off, as text; "-" for a step that was not measured."""
+    return "-" if measured is None else f"{100 * (predicted / measured - 1):+.1f} %"
+
+
+def as_measured() -> None:
+    """Compiles with the options that the measured steps had: XLA's own products, and 0.11's fusions with slices."""
+    xla_options.PRODUCTS["xla_gpu_enable_triton_gemm"] = True
+    aot.XLA_OPTIONS["xla_gpu_enable_triton_gemm"] = True
+    xla_options.UNFUSED_SLICES.clear()
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -293,12 +324,15 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--only", metavar="TEXT", default="", help="rows with this text in their name")
     parser.add_argument("--also", metavar="DIR", type=Path, help="a folder with another version of JAX's CUDA plugin")
     parser.add_argument("--figure", metavar="NAME", help="print the figure of the row of this name alone")
+    parser.add_argument("--triton", action="store_true", help="with the options that the measured steps had")
     arguments = parser.parse_args(argv)
+    if arguments.triton:
+        as_measured()
     if arguments.figure is not None:
         row = next(row for row in (*ROWS, *(row for row, _ in MEASURED)) if row.name == arguments.figure)
         print(json.dumps(row.now()))
         return 0
-    compilers = Compilers(arguments.also and arguments.also.resolve())
+    compilers = Compilers(arguments.also and arguments.also.resolve(), arguments.triton)
     print(f"Compiled by XLA of the CUDA plugin {' and of '.join(compilers.versions)}.\n")
     lost = goals(compilers, arguments.only)
     errors(compilers, arguments.only)

@@ -500,15 +500,21 @@ def _check(q, k, v, starts, window: int) -> None:
 # --- cases ------------------------------------------------------------------------------------------------------------
 
 
-def reference_cases(sizes: Sizes, tokens: int) -> list[Case]:
+def reference_cases(sizes: Sizes, tokens: int, head_dim: int = 0, value_dim: int = 0) -> list[Case]:
     """Attention and its gradients at a model's sizes, rows of up to 2048 tokens in four documents.
+
+    head_dim, value_dim: channels of keys and of values in place of the model's.
 
     They are no `cases`, which are passes that are timed by their bytes.
     """
     length = min(tokens, 2048)
     rows = tokens // length
-    q = jax.ShapeDtypeStruct((rows, length, sizes.heads, sizes.head_dim), jnp.bfloat16)
-    k = jax.ShapeDtypeStruct((rows, length, sizes.kv_heads, sizes.head_dim), jnp.bfloat16)
+    head_dim = head_dim or sizes.head_dim
+    q, k, o, v = (
+        jax.ShapeDtypeStruct((rows, length, heads, channels), jnp.bfloat16)
+        for channels in (head_dim, value_dim or head_dim)
+        for heads in (sizes.heads, sizes.kv_heads)
+    )
     place = jnp.arange(length, dtype=i32)
     documents = jnp.broadcast_to(place - place % (length // 4), (rows, length))
 
@@ -518,8 +524,8 @@ def reference_cases(sizes: Sizes, tokens: int) -> list[Case]:
     def gradients(q, k, v, do, **how):
         return jax.vjp(functools.partial(within_documents, **how), q, k, v)[1](do)
 
-    moved = 2 * (2 * q.size + 2 * k.size)
+    moved = 2 * (q.size + k.size + v.size + o.size)
     return [
-        Case("attention.forward", within_documents, (q, k, k), moved),
-        Case("attention.backward", gradients, (q, k, k, q), 2 * moved),
+        Case("attention.forward", within_documents, (q, k, v), moved),
+        Case("attention.backward", gradients, (q, k, v, o), 2 * moved),
     ]

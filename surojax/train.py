@@ -64,6 +64,7 @@ from surojax.run.stop import ABORTED, EarlyStop, StopSignal, ended_at_once
 from surojax.step.state import TrainState
 from surojax.training.evaluation import early_stopping, evaluation_summary
 from surojax.training.initial_state import ADAPTER, first_state, restored, write_adapter
+from surojax.training.kernel_choices import store_choices, take_choices
 from surojax.training.loop import Outputs, loop
 from surojax.training.reference import with_reference
 from surojax.training.resume import check_unfinished
@@ -192,6 +193,7 @@ def train(
             )
         until_end.enter_context(tracked)
 
+        take_choices(c, start.resume, setup.output_dir, devices[0].platform)
         start = with_reference(c, run, setup, start)
 
         # -- Compile; a thread prepares the first batches meanwhile ---------------------------------------------------
@@ -208,6 +210,7 @@ def train(
         until_end.enter_context(advised(c, devices[0].platform))
         with advised(c, devices[0].platform, compiles=True):
             programs = compile_programs(c, run, setup.mesh, start.found.evaluated, feed)
+        store_choices(c, setup.output_dir, devices[0].platform)
         trace = setup.output_dir / TRACE if is_first() else None
         predicted = print_prediction(c, run, programs.train_step, devices, disk, trace)
 

@@ -15,12 +15,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from small import quick_at
+from small import CONFIG, Small, quick_at
+from test_deepseek import GEMMA4_E, GEMMA4_EXPERTS, GRANITE_4, GRANITE_4_EXPERTS, MISTRAL4, NEMOTRON, WITH_EXPERTS
+from test_lfm2 import WITH_EXPERTS as LFM2_EXPERTS
 from test_plan import ALL, compiled_step, config, needs_compiler
+from test_qwen3_5 import HYBRID as QWEN3_5, WITH_EXPERTS as QWEN3_NEXT
 
 from surojax.assembly.xla_options import MEMORY_LIMIT, NO_GRAPHS, compiler_options
+from surojax.models.decoder_config import DecoderConfig
+from surojax.models.model import DEFAULT, Compute
 from surojax.numerics import ordered_sums
 from surojax.placement import cuda_plugin
+from surojax.placement.layout import batch_sharding
 from surojax.planner import aot, costs, footprint, hlo, run_plan as planner, traffic
 from surojax.planner.candidate import RESERVE
 from surojax.planner.gpus import GPUS
@@ -134,6 +140,48 @@ def test_exact_excludes_nothing_that_a_step_has():
     assert instructions(compiled_step(gpus, **changes)) == instructions(text_of("resident", 0))
 
 
+def lowered_scatters(config: DecoderConfig, devices: int = 1, compute: Compute = DEFAULT, **placed) -> list[str]:
+    """The attributes of the scatters of a step lowered for a GPU, which needs no compiler for GPUs."""
+    small = Small(devices, config=config, compute=compute, **placed)
+    batch = small.engine.planned_batch((2, 2 * devices, 16), batch_sharding(small.mesh))
+    text = small.step.trace(small.plan, *batch).lower(lowering_platforms=("cuda",)).as_text()
+    found = re.findall(r'"stablehlo\.(?:select_and_)?scatter"\([^)]*\) <\{(.*?)\}>', text)
+    assert found, "the gradient of the embedding is a scatter"
+    return found
+
+
+@pytest.mark.parametrize(
+    "config, devices, compute, placed",
+    quick_at(
+        [
+            (MISTRAL4, 1, DEFAULT, {}),
+            (NEMOTRON, 1, DEFAULT, {}),
+            (QWEN3_5, 1, DEFAULT, {"packed": True}),
+            (QWEN3_NEXT, 1, DEFAULT, {}),
+            (LFM2_EXPERTS, 1, DEFAULT, {}),
+            (GRANITE_4_EXPERTS, 1, DEFAULT, {}),
+            (GRANITE_4, 2, DEFAULT, {"cp_size": 2}),
+            (WITH_EXPERTS, 1, DEFAULT, {}),  # DeepSeek-V3
+            (WITH_EXPERTS, 1, Compute(sequence_chunks=2), {}),
+            (GEMMA4_E, 1, DEFAULT, {}),
+            (GEMMA4_EXPERTS, 1, DEFAULT, {}),
+        ],
+        0,
+        1,
+    ),
+)
+def test_no_family_writes_a_place_twice(config, devices, compute, placed):
+    """Of every kind of mixer and of MLP."""
+    scatters = lowered_scatters(config, devices, compute, **placed)
+    assert all("unique_indices = true" in attributes for attributes in scatters)
+
+
+def test_a_scatter_that_may_write_a_place_twice_is_noticed(monkeypatch):
+    """The mutant of `outer` whose compiled form is below, as lowered text."""
+    monkeypatch.setattr(outer, "add_rows", lambda table, rows, values: table.at[rows].add(values))
+    assert any("unique_indices = false" in attributes for attributes in lowered_scatters(CONFIG))
+
+
 def instructions(text: str) -> list[str]:
     """The instructions of a compiled program, without the lines of Python that they come from."""
     return [re.sub(r", metadata=\{[^}]*\}", "", line) for line in text.splitlines() if " = " in line]
@@ -141,9 +189,10 @@ def instructions(text: str) -> list[str]:
 
 @needs_compiler
 @pytest.mark.full
-def test_no_kernel_has_an_atomic_instruction(tmp_path):
-    """Of those that XLA makes of a step: their PTX. It takes minutes to write."""
-    compiled_step(1, dumped(tmp_path))
+@pytest.mark.parametrize("gpus, changes", STEPS)
+def test_no_kernel_has_an_atomic_instruction(tmp_path, gpus, changes):
+    """Of those that XLA makes of a step: their PTX."""
+    compiled_step(gpus, dumped(tmp_path), **changes)
     assert not atomics(tmp_path)
 
 

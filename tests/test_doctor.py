@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import math
 import re
 import sys
 from pathlib import Path
@@ -20,6 +21,7 @@ from surojax.config.fields import FIELDS, default_config
 from surojax.diagnosis import doctor_checks, machine, steps
 from surojax.diagnosis.verdict import FAILED, OK, SKIPPED, Asked, failed, ok, skipped
 from surojax.errors import ConfigError, Refused, StepError
+from surojax.placement import cuda_plugin
 from surojax.planner import footprint, seen
 from surojax.planner.gpus import GPUS
 from surojax.training import safe as options
@@ -396,7 +398,8 @@ def test_what_only_a_gpu_gets_is_asked_of_it(monkeypatch, tmp_path):
 
     monkeypatch.setattr(steps, "kernel", lambda op, at: ok("kernels", op, str([tokens for _, tokens in at])))
     checked = {verdict.part: verdict.said for verdict in steps.kernels(ASKED)}
-    assert list(checked) == [*bench.OPS, "attention"] and set(checked.values()) == {"[8192, 2048]"}
+    wide = ["attention of 256", "attention of 192 and 128"]
+    assert list(checked) == [*bench.OPS, "attention", *wide] and set(checked.values()) == {"[8192, 2048]"}
     monkeypatch.setattr(steps, "memory_limit", lambda device: 16 * 2**30)
     assert {verdict.said for verdict in steps.kernels(ASKED)} == {"[2048, 2048]"}
 
@@ -410,6 +413,28 @@ def test_what_only_a_gpu_gets_is_asked_of_it(monkeypatch, tmp_path):
     assert [v.without for v in turned_on[:-1]] == [f"--config.{flag}" for flag in flags]
     monkeypatch.setattr(steps, "copied_by", lambda curves, setting, options: ok("copies", setting.name, *options[-1:]))
     assert [(v.part, v.said) for v in steps.copies(ASKED)] == [(name, "xla_options") for name in steps.COPYING]
+
+
+@pytest.mark.parametrize(
+    "part, of_keys, of_values",
+    [("", 128, 128), (" of 256", 256, 256), (" of 192 and 128", 192, 128)],
+)
+def test_attention_is_compared_at_the_heads_that_our_kernel_gets(part, of_keys, of_values):
+    """Queries, keys, values and the result's gradient of a 7B model, in rows of 2048 tokens."""
+    forward, backward = steps.KERNEL_CASES[f"attention{part}"](shapes.MODELS["llama7b"], 8192)
+    expected = [(4, 2048, 32, channels) for channels in (of_keys, of_keys, of_values, of_values)]
+    assert [x.shape for x in backward.args] == expected and forward.args == backward.args[:3]
+    assert forward.bytes == 2 * sum(map(math.prod, expected))
+
+
+@pytest.mark.parametrize("version, status", [((0, 11, 2), FAILED), ((0, 12, 0, 1), OK)])
+def test_a_plugin_that_copies_in_turn_fails(monkeypatch, version, status):
+    """With the line that installs the other one; on a GPU alone."""
+    monkeypatch.setattr(cuda_plugin, "plugin_version", lambda: version)
+    verdict = machine.judge_plugin(SimpleNamespace(platform="gpu"))
+    assert (verdict.check, verdict.part, verdict.status) == ("installation", "CUDA plugin", status)
+    assert ("pip install -U" in verdict.said) == (status == FAILED) and ".".join(map(str, version)) in verdict.said
+    assert machine.judge_plugin(SimpleNamespace(platform="cpu")).status == SKIPPED
 
 
 def test_offsets_of_host_slices_are_verified_on_a_gpu(monkeypatch):

@@ -7,11 +7,14 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
+import jax
 import performance
 
+from surojax.assembly import xla_options
 from surojax.assembly.from_config import from_config
 from surojax.assembly.xla_options import compiler_options
 from surojax.config import checks
+from surojax.placement import cuda_plugin
 from surojax.placement.mesh import make_mesh
 from surojax.planner import aot, costs, hlo, run_plan as planner, traffic
 from surojax.planner.gpus import GPUS
@@ -65,6 +68,26 @@ def test_measured_steps_have_the_errors_of_their_predictions(monkeypatch, capsys
     )
     assert lines[-1] == "| a row | 50 | 49 | -2.0 % | 55 | +10.0 % |"
     assert len({line.count("|") for line in lines[:3]}) == len({line.count("|") for line in lines[3:]}) == 1
+
+
+def test_steps_are_compiled_as_those_that_were_measured(monkeypatch, capsys):
+    """With XLA's own products, here and by the other version; a step that was not measured has no error."""
+    for options in (aot.XLA_OPTIONS, xla_options.PRODUCTS, xla_options.UNFUSED_SLICES):
+        for name in options:
+            monkeypatch.setitem(options, name, options[name])
+    monkeypatch.setattr(performance, "ROWS", ())
+    monkeypatch.setattr(performance, "MEASURED", ((row(0, 0), None),))
+    monkeypatch.setattr(performance.Row, "figure", lambda self, settings: 49.0)
+    asked = []
+    monkeypatch.setattr(performance.Compilers, "elsewhere", lambda self, arguments: asked.append(arguments) or "55.0")
+    monkeypatch.setattr(cuda_plugin, "plugin_version", lambda: (0, 11, 2))
+    performance.main(["--also", "older", "--triton"])
+    assert capsys.readouterr().out.splitlines()[-1] == "| a row | - | 49 | - | 55 | - |" and asked[-1][-1] == "--triton"
+    options = aot.XLA_OPTIONS | compiler_options(
+        from_config(row(0, 0).loaded(TINY), make_mesh(jax.devices()[:1]), 1), "gpu"
+    )
+    assert options["xla_gpu_enable_triton_gemm"] is True
+    assert "xla_gpu_enable_dynamic_slice_fusion" not in options
 
 
 def test_ratios_are_to_the_other_step(monkeypatch):

@@ -44,6 +44,7 @@ from surojax.inference.trained_model import load_trained
 from surojax.memory import nvme
 from surojax.memory.lock import locked
 from surojax.models.decoder import Decoder
+from surojax.placement import cuda_plugin
 from surojax.placement.mesh import make_mesh
 from surojax.planner import file_time, gpus, prediction, seen, traffic
 from surojax.planner.gpus import GPUS
@@ -53,7 +54,7 @@ from surojax.run import checkpoint, on_disk, stop
 from surojax.run.metrics import ACCURACY, TIMINGS, MetricsLog
 from surojax.run.restore import restore_weights
 from surojax.run.stop import EarlyStop, StopSignal
-from surojax.training import evaluation, resume, run_summary as training_report
+from surojax.training import evaluation, own_loop, resume, run_summary as training_report
 from surojax.training.start import check_schedule
 
 module = importlib.import_module("surojax.train")  # `surojax.train` is the function
@@ -814,6 +815,44 @@ def test_a_run_that_began_elsewhere_goes_on_from_its_own_checkpoint(tmp_path, mo
         found(other)
     shutil.rmtree(own)
     assert found(other) == found(other.parent) == other and found("auto") is None and found("no") is None
+
+
+def test_a_run_on_a_gpu_with_slow_copies_says_so(config, capsys, monkeypatch):
+    """With the line that installs the plugin of 0.12: if something leaves the GPU, and the plugin is older."""
+
+    def said(version, offloads=True, platform="gpu") -> list[str]:
+        monkeypatch.setattr(cuda_plugin, "plugin_version", lambda: version)
+        c = changed(config, offload_grads=offloads)
+        run = from_config(c, make_mesh(jax.devices()[:1]), total_steps=1)
+        device = SimpleNamespace(platform=platform, device_kind="NVIDIA H200")
+        training_report.describe_run(c, run, [device], {"weights": 1})
+        return [line for line in capsys.readouterr().out.splitlines() if line.startswith("offloads: ")]
+
+    (line,) = said((0, 11, 2))
+    assert "CUDA plugin 0.11.2" in line and "pip install -U 'surojax[cuda]'" in line
+    assert said((0, 12)) == said((0, 11, 2), offloads=False) == said((0, 11, 2), platform="cpu") == []
+
+
+def test_kernels_are_taken_before_anything_is_compiled_and_stored_after(config, monkeypatch):
+    order: list[tuple] = []
+    folder = Path(config.output_dir)
+
+    def recorded(of, name, result):
+        monkeypatch.setattr(of, name, lambda *arguments: order.append((name, *arguments)) or result(*arguments))
+
+    for of in (module, own_loop):
+        recorded(of, "take_choices", lambda *arguments: None)
+    recorded(module, "with_reference", lambda c, run, setup, start: start)
+    recorded(module, "compile_programs", lambda *arguments: SimpleNamespace(train_step=None))
+    recorded(module, "store_choices", lambda *arguments: None)
+    recorded(module, "print_prediction", lambda *arguments: pytest.fail("enough"))
+    recorded(own_loop, "with_reference", lambda *arguments: pytest.fail("enough"))
+    for run in (train, own_loop.OwnLoop):
+        with pytest.raises(pytest.fail.Exception, match="enough"):
+            run(config)
+    names = ["take_choices", "with_reference", "compile_programs", "store_choices", "print_prediction"]
+    assert [name for name, *_ in order] == [*names, *names[:2]]
+    assert order[0][2:] == order[5][2:] == (None, folder, "cpu") and order[3][2:] == (folder, "cpu")
 
 
 def test_what_a_run_on_a_gpu_says_of_itself(config, capsys):

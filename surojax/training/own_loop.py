@@ -25,6 +25,7 @@ from surojax.parallel.feed import Feed, to_host
 from surojax.placement.layout import batch_sharding
 from surojax.step.state import TrainState
 from surojax.training.initial_state import first_state
+from surojax.training.kernel_choices import take_choices
 from surojax.training.reference import with_reference
 from surojax.training.run_programs import compile_programs
 from surojax.training.setup import naming_rows, set_up
@@ -60,6 +61,7 @@ class OwnLoop:
         for name, value in {"nvme_path": has_files, "overlap_update": c.overlap_update, "lora": c.lora}.items():
             if value:
                 raise ConfigError(f"{name}: expected none in a loop of your own, got it; leave it out, or use train()")
+        take_choices(c, start.resume, setup.output_dir, setup.devices[0].platform)
         start = with_reference(c, run, setup, start)
         self.total_steps = start.total_steps
         self.first_step = start.first_step
