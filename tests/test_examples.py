@@ -348,7 +348,16 @@ def test_a_generation_prompt_that_does_not_begin_the_answer():
         "{% if add_generation_prompt %}[assistant]<think>{% endif %}"
     )
     reason = reason_of(talk("a", "b"), template=thinks)
-    assert "the generation prompt of t.jinja, got 'b.' in place of '<think>'" in reason
+    assert "the generation prompt of t.jinja, got 'b.' in place of '<think>'; choose another" in reason
+    of_choice = template(
+        "{% for m in messages %}[{{ m.role }}]{{ '</think>' if m.role == 'assistant' }}{{ m.content }}.{% endfor %}"
+        "{% if add_generation_prompt %}[assistant]{{ '<think>' if enable_thinking | default(true) else '</think>' }}"
+        "{% endif %}"
+    )
+    reason = reason_of(talk("a", "b"), template=of_choice)
+    assert "in place of 'think>'; write enable_thinking=false into the row, or choose another" in reason
+    row = talk("a", "b") | {"enable_thinking": False}
+    assert trained_text(example(row, template=of_choice)) == "b.<end>"
     assert example(talk("a", "b"), template=thinks, train_on="all").trained is None
 
 
