@@ -164,7 +164,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     },
 }
 # Those with matrices or layers of their own, which are also exported with adapters.
-ADAPTED = ("gemma4_text inputs", "nemotron_h dense")
+ADAPTED = ("gemma4_text inputs", "gemma4_text experts", "nemotron_h dense")
 FOLDERS = ("float32", "bfloat16", "float16", "fp8", "nvfp4", "mxfp4")
 KINDS = (*FOLDERS, "made", "merged", "adapter", "gguf")
 LAYOUTS = ("apart", "together")

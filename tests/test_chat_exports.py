@@ -30,6 +30,9 @@ MINE = (
 SPECIAL = ["<|im_start|>", "<|im_end|>", "<start_of_turn>", "<end_of_turn>", "<|start_header_id|>", "<|end_header_id|>"]
 SPECIAL += ["<|eot_id|>", "[INST]", "[/INST]", "<stop>"]
 ENDS = {"chatml": "<|im_end|>", "gemma": "<end_of_turn>", "llama3": "<|eot_id|>", "mistral": "<|end|>", "": "<stop>"}
+CHATS = json.loads((Path(__file__).parent / "fixtures" / "chat_reference.json").read_text(encoding="utf-8"))
+OF_FAMILIES = {"granite4": "</s>", "kimi_k2": "<|im_end|>", "glm4_7": "<|user|>", "deepseek_v3": "</s>"}
+OF_FAMILIES |= {"nemotron3": "<|im_end|>", "gemma4": "<turn|>"}
 
 
 def chat_folder(path: Path, **said) -> Path:
@@ -223,6 +226,15 @@ def test_which_tokens_end_an_answer(tmp_path, template, ends):
     ends = (["<tool>"] if "<tool>" in template else ["<stop>", "<|im_end|>"]) if ends is None else ends
     found = turn_ends(Template(template, "x"), tokenizer)
     assert [tokenizer.token_text(token) for token in found] == ends
+
+
+@pytest.mark.parametrize("family, end", OF_FAMILIES.items())
+def test_answers_end_as_their_family_ends_them(tmp_path, family, end):
+    """Turns in the style of a family, as fixtures/make_chat_reference.py had transformers render them."""
+    (tmp_path / "tokenizer.json").write_text(CHATS["tokenizers"]["of_families"]["tokenizer"])
+    tokenizer = load_tokenizer(str(tmp_path / "tokenizer.json"))
+    found = turn_ends(Template(CHATS["templates"][family], "x", bos="<s>", eos="</s>"), tokenizer)
+    assert [tokenizer.token_text(token) for token in found] == [end]
 
 
 def test_stop_tokens_are_added_once():

@@ -173,7 +173,7 @@ LIMITS: list[tuple[dict[str, Any], str, tuple, Any, str]] = [
         1.0,
         "more than rope_low_freq_factor=1.0, got 1.0; Llama 3 uses 4",
     ),
-    (YARN, "rope_beta_fast", (1.5, 32.0), 1.0, "more than rope_beta_slow=1.0, got 1.0; 32 and 1 are usual"),
+    (YARN, "rope_beta_fast", (1.0, 32.0), 0.5, "rope_beta_slow=1.0 or more, got 0.5; 32 and 1 are usual"),
     (
         {"head_dim": 16},
         "rope_partial_rotary_factor",

@@ -75,7 +75,7 @@ CASES += ("granite4", "granite4_tied", "granite4_moe", "granite4_moe_tied", "gra
 CASES += ("nemotron", "nemotron_groups", "nemotron_dense")
 CASES += ("gemma4", "gemma4_plain", "gemma4_full", "gemma4_unified", "gemma4_moe", "gemma4_moe_two", "gemma4_moe_all")
 CASES += ("gemma4_e", "gemma4_e_untied", "gemma4_e_shared", "gemma4_e_inputs", "gemma4_e_moe")
-CASES += ("mistral4", "mistral4_half", "mistral4_tied")
+CASES += ("mistral4", "mistral4_half", "mistral4_tied", "v3_kimi")
 NOT_TRAINED = ("gate.e_score_correction_bias", "layer_scalar")
 
 
@@ -268,6 +268,19 @@ def test_what_images_pass_through_is_kept(tmp_path):
     assert said["model_type"] == "muse_glimmer" and model_fields(read_config(out)) == model_fields(given("muse"))
 
 
+def test_kimi_k2_comes_out_as_the_deepseek_v3_that_it_is(tmp_path):
+    """Its weights to the bit; transformers, too, computes text models of this model_type as deepseek_v3."""
+    weights = {name: x.astype(np.float32) for name, x in apart(in_files("v3_kimi", "weight")).items()}
+    classes = {"AutoConfig": "configuration_deepseek.DeepseekV3Config"}
+    folder = written(tmp_path / "in", "v3_kimi", weights, model_type="kimi_k2", auto_map=classes)
+    assert model_fields(read_config(folder)) == model_fields(given("v3_kimi"))
+    out = convert.convert(folder, tmp_path / "out", dtype="float32")
+    said = json.loads((out / "config.json").read_text())
+    assert (said["model_type"], said["architectures"]) == ("deepseek_v3", ["DeepseekV3ForCausalLM"])
+    assert "auto_map" not in said and model_fields(said) == model_fields(given("v3_kimi"))
+    chex.assert_trees_all_equal(safetensors.numpy.load_file(out / SINGLE), weights)
+
+
 def test_layers_that_predict_further_tokens_are_left_aside(tmp_path):
     """Published files have one behind the last layer."""
     further = {"model.layers.3.eh_proj.weight": np.zeros((16, 32), np.float32)}
@@ -449,7 +462,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {  # keys of config.json beside those tha
     | {"num_key_value_heads": 64, "first_k_dense_replace": 1, "routed_scaling_factor": 2.827, "rope_theta": 50000.0}
     | {
         "num_nextn_predict_layers": 0,
-        "rope_scaling": YARN_OF_V3 | {"factor": 32.0, "mscale": 1.0, "mscale_all_dim": 1.0},
+        "rope_scaling": YARN_OF_V3 | {"beta_fast": 1.0, "factor": 32.0, "mscale": 1.0, "mscale_all_dim": 1.0},
     }
     | {"quantization_config": {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}},
     "Mistral-Small-4": {
@@ -858,6 +871,7 @@ NOT_IN_GGUF = {
         {"rms_norm_eps": 1e-6},
         "expected rope.scaling.type yarn and expert_gating_func 1 (softmax) in files of mistral4, got",
     ),
+    "v3_kimi": ({}, "rope_beta_fast=1.0"),  # which llama.cpp reads of no file of deepseek2
     "v2_tied": ({}, "positions stretched by yarn, got 0, which llama.cpp and transformers compute differently"),
 }
 

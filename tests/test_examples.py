@@ -94,13 +94,17 @@ SAME = [case for case in CASES if (case["tokenizer"], case["template"]) != ("byt
 def test_ids_and_mask_equal_transformers(case):
     found = of_case(case, "assistant")
     assert found.trained is not None
-    assert found.ids.tolist() == case["ids"]
-    mask = np.array(case["mask"], bool)
+    is_open = case["template"] == "glm4_7"  # the token after an answer ends it: the next turn's, or the document's
+    last = [TOKENIZERS[case["tokenizer"]].eos_id] * is_open
+    assert found.ids.tolist() == case["ids"] + last
+    mask = np.array(case["mask"] + [False] * is_open, bool)
+    if is_open:
+        mask[1:] |= mask[:-1]
     if case["template"] == "thinking":  # the first answer lost its thinking, and is not what sampling would give
         mask[: len(case["prompts"][-1])] = False
         assert len(case["prompts"]) == 2 and sum(case["mask"]) > mask.sum()
     assert found.trained.tolist() == mask.tolist()
-    assert of_case(case, "all").trained is None and of_case(case, "all").ids.tolist() == case["ids"]
+    assert of_case(case, "all").trained is None and of_case(case, "all").ids.tolist() == case["ids"] + last
 
 
 @pytest.mark.parametrize("case", CASES, ids=case_id)
@@ -344,7 +348,16 @@ def test_a_generation_prompt_that_does_not_begin_the_answer():
         "{% if add_generation_prompt %}[assistant]<think>{% endif %}"
     )
     reason = reason_of(talk("a", "b"), template=thinks)
-    assert "the generation prompt of t.jinja, got 'b.' in place of '<think>'" in reason
+    assert "the generation prompt of t.jinja, got 'b.' in place of '<think>'; choose another" in reason
+    of_choice = template(
+        "{% for m in messages %}[{{ m.role }}]{{ '</think>' if m.role == 'assistant' }}{{ m.content }}.{% endfor %}"
+        "{% if add_generation_prompt %}[assistant]{{ '<think>' if enable_thinking | default(true) else '</think>' }}"
+        "{% endif %}"
+    )
+    reason = reason_of(talk("a", "b"), template=of_choice)
+    assert "in place of 'think>'; write enable_thinking=false into the row, or choose another" in reason
+    row = talk("a", "b") | {"enable_thinking": False}
+    assert trained_text(example(row, template=of_choice)) == "b.<end>"
     assert example(talk("a", "b"), template=thinks, train_on="all").trained is None
 
 

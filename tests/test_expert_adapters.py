@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 from commands import convert
-from exports import of_each
+from exports import Case, adapter_of, config_of, model_of, of_each
 from small import CONFIG, Small, needs, plain_loss, plain_model, quick_at, target_names, tokens, worst_relative
 from test_adapters import REFERENCE, logits, save, theirs
 from test_deepseek import in_files as of_modules, written as written_in_float64
@@ -433,12 +433,35 @@ def test_a_run_that_freezes_experts_says_so(capsys):
     sizes = {"num_experts": 4, "num_experts_per_tok": 2, "hidden_size": 64, "intermediate_size": 64, "head_dim": 16}
     c.model.update(sizes | {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 1})
     c.update({"lora": True, "model_dtype": "float32", "lora_rank": 4})
-    note = "note: the experts are frozen; lora_target_modules with gate_proj,up_proj,down_proj adapts them too"
-    for names, is_said in (("all-linear", True), ("q_proj,down_proj", False)):
+    frozen = "note: the experts are frozen; "
+    note = frozen + "lora_target_modules with gate_proj,up_proj,down_proj adapts them too\n"
+    of_none = frozen + "there are no adapters of theirs here\n"
+    beside_mlp = {"experts_beside_mlp": True, "sandwich_norms": True}
+    for sizes, names, said in (
+        ({}, "all-linear", note),
+        ({}, "q_proj,down_proj", ""),
+        (beside_mlp, "all-linear", of_none),
+        (beside_mlp, "down_proj", of_none),
+    ):
+        c.model.update(sizes)
         c.lora_target_modules = names
         devices = jax.devices()[:1]
         describe_run(c, from_config(c, make_mesh(devices), total_steps=1), devices, {})
-        assert (note in capsys.readouterr().out) == is_said
+        printed = capsys.readouterr().out
+        assert said in printed and (frozen in printed) == bool(said)
+
+
+def test_adapters_of_experts_beside_an_mlp_are_refused(tmp_path):
+    """PEFT names experts of Gemma 4 26B-A4B as it does others', of which there are adapters."""
+    config = config_of(Case("gemma4_text experts", "together", "float32"))
+    _, model = model_of(config)
+    adapter = peft.save_adapter(adapter_of(config), model, tmp_path, naming=naming_of(config))
+    said = json.loads((adapter / "adapter_config.json").read_text())
+    assert not any("experts" in name for name in [*said["target_modules"], *said.get("target_parameters", [])])
+    peft.read_adapter(adapter, model, naming_of(config))
+    (adapter / "adapter_config.json").write_text(json.dumps(said | {"target_parameters": ["experts.down_proj"]}))
+    with pytest.raises(ConfigError, match=r"expected none in a model without adapters of experts, got \['experts.down"):
+        peft.read_adapter(adapter, model, naming_of(config))
 
 
 @pytest.mark.full

@@ -14,6 +14,8 @@ import safetensors.numpy
 from commands import convert
 from exports import Case, Drawn, config_of, model_of
 from small import paired
+from test_adapters import REFERENCE as PEFT, logits, save, theirs
+from test_deepseek import in_files, written
 from test_export import run_config
 from test_huggingface import save_tokenizer
 
@@ -88,6 +90,32 @@ def test_matrices_that_can_have_no_adapters_are_named(family, left):
     """LFM2's in_proj is three matrices here; PEFT refuses Nemotron-H's out_proj."""
     c, model = model_of(config_of(Case(family, "apart", "float32")))
     assert matrices_without_adapters(model, {target.matrix for target in adaptable(kinds(c).values())}) == left
+
+
+OF_PEFT = {  # cases of fixtures/make_adapter_reference.py: the base's family, and our names of what is adapted
+    "latents": {f"latent.{name}" for name in ("wq_a", "wq_b", "wkv_a", "wkv_b", "wo")},
+    "granite4": {"mamba.w_in", "mamba.w_out", "attention.wq", "attention.wv", "mlp.w_in", "mlp.w_out"},
+}
+
+
+@pytest.mark.parametrize("case", OF_PEFT)
+def test_adapters_of_peft_are_read_merged_and_written(tmp_path, case):
+    weights = {name: x.astype(np.float32) for name, x in in_files(str(PEFT[f"{case}/base"]), "weight").items()}
+    for name, x in weights.items():
+        if name.endswith("mlp.gate.weight"):
+            x[6] = -x[5]
+    base = written(tmp_path / "base", str(PEFT[f"{case}/base"]), weights)
+    opened = convert.open_model(base)
+    naming = naming_of(opened.config)
+    adapter = peft.read_adapter(save(tmp_path / "theirs", case), opened.model, naming)
+    assert {*adapter.lora.targets} == OF_PEFT[case]
+    out = convert.merge(base, [tmp_path / "theirs"], tmp_path / "out", dtype="float32", say=lambda line: None)
+    expected, before = PEFT[f"{case}/logits"], logits(base, case)
+    np.testing.assert_allclose(logits(out, case), expected, rtol=0, atol=1e-5 * np.abs(expected).max())
+    assert np.abs(before - expected).max() > 0.1 * np.abs(before).max()
+    ours = peft.save_adapter(adapter, opened.model, tmp_path / "ours", naming=naming)
+    chex.assert_trees_all_equal(safetensors.numpy.load_file(ours / peft.TENSORS), theirs(case))
+    chex.assert_trees_all_equal(peft.read_adapter(ours, opened.model, naming).matrices, adapter.matrices)
 
 
 @pytest.mark.full

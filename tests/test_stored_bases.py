@@ -1,6 +1,7 @@
 """Bases that are stored in FP8 or NF4: read as they are by the run that freezes them so, refused by another."""
 
 import functools
+import json
 from pathlib import Path
 
 import chex
@@ -8,6 +9,7 @@ import jax
 import ml_dtypes
 import numpy as np
 import pytest
+from exports import Case, config_of, drawn, model_of as exported_model, of_each
 from small import needs
 from test_bitsandbytes import SHAPES, write as write_nf4
 from test_huggingface import config
@@ -15,7 +17,7 @@ from test_shards import FLOAT8, write_float8
 
 from surojax import ConfigError
 from surojax.assembly.from_config import from_config
-from surojax.exchange import compressed
+from surojax.exchange import compressed, config_json, model_tensors
 from surojax.exchange.base import described_format
 from surojax.exchange.merge import InBaseFormat
 from surojax.exchange.model_tensors import Weights, readers
@@ -91,6 +93,59 @@ def test_a_run_in_fp8_has_the_codes_and_scales_that_are_stored(tmp_path):
             scales = tensors()[f"{name}_scale_inv"]
             numbers = tensors()[name].astype(np.float32) * np.kron(scales, np.ones((128, 128)))[:rows, :columns]
             np.testing.assert_array_equal(base_formats.dequantise(q, "float32"), numbers.astype(np.float32))
+
+
+def deepseek(folder: Path) -> dict[str, np.ndarray]:
+    """Writes a DeepSeek-V3 as it is published: all matrices of layers but routers in FP8, each expert's by itself."""
+    sizes = {"hidden_size": 192, "intermediate_size": 192, "moe_intermediate_size": 64}
+    sizes["quantization_config"] = FLOAT8 | {"weight_block_size": [128, 128]}
+    ranks = {"q_lora_rank": 64, "kv_lora_rank": 128, "qk_nope_head_dim": 64, "qk_rope_head_dim": 64, "v_head_dim": 64}
+    given = config_of(Case("deepseek_v3", "apart", "float32")) | sizes | ranks
+    model = exported_model(given)[1]
+    found = {}
+    for name, x in of_each({name: drawn(name, shape) for name, shape in model_tensors.shapes(model).items()}).items():
+        is_coded = name.startswith("model.layers.") and x.ndim == 2 and not name.endswith("mlp.gate.weight")
+        found[name] = x.astype(ml_dtypes.float8_e4m3fn) if is_coded else x
+        if is_coded:
+            scales = np.random.default_rng(len(found)).uniform(0.01, 0.02, [-(-n // 128) for n in x.shape])
+            found[f"{name}_scale_inv"] = scales.astype(np.float32)
+    write_float8(folder, found)
+    (folder / "config.json").write_text(json.dumps(config_json.completed(given, "float32") | sizes))
+    return found
+
+
+@needs(4)
+def test_a_deepseek_in_fp8_has_the_codes_and_scales_that_are_stored(tmp_path):
+    """Latents' matrices, whose rows are no whole blocks, a first layer without experts, and every expert."""
+    folder = tmp_path / "model"
+    files = deepseek(folder)
+    c = config(folder, **LORA, qlora_fp8=True, zero_level=3)
+    run = from_config(c, make_mesh(jax.devices()[:4]), total_steps=1)
+    weights = open_weights(c, run.model)
+    assert weights is not None
+    state = jax.device_get(run.load_state(*readers(weights, run.coded)).weights)
+    seen = set()
+    for segment in run.model.segments:
+        for param, q in zip(
+            jax.tree.leaves(segment.params), jax.tree.leaves(state[segment.name], is_leaf=is_coded), strict=True
+        ):
+            for l in range(segment.num_layers if is_coded(q) else 0):
+                name = model_tensors.tensor_name(param, segment, l)
+                stored = of_each({name: np.zeros(param.shape, np.int8)})
+                of_layer = jax.tree.map(lambda x, l=l: x[l], q)
+                codes = of_layer.codes.view(np.uint8).reshape(-1, *of_layer.codes.shape[-2:])
+                numbers = base_formats.dequantise(of_layer, "float32").reshape(codes.shape)
+                for e, file in enumerate(stored):
+                    rows, columns = files[file].shape
+                    np.testing.assert_array_equal(codes[e], files[file].view(np.uint8))
+                    factors = np.kron(files[f"{file}_scale_inv"], np.ones((128, 128), np.float32))[:rows, :columns]
+                    np.testing.assert_array_equal(numbers[e], files[file].astype(np.float32) * factors)
+                seen |= stored.keys()
+    assert seen == {name for name, x in files.items() if x.dtype.itemsize == 1} and len(seen) == 40
+
+
+def is_coded(x) -> bool:
+    return hasattr(x, "codes")
 
 
 def test_what_is_merged_onto_is_what_is_stored(tmp_path):

@@ -354,7 +354,7 @@ ENDS = (
     ["</s>", "<|endoftext|>", "<|end_of_text|>", "<eos>", "<|end▁of▁sentence|>", "<｜end▁of▁sentence｜>", "<|eos|>"],
     ["<|im_end|>", "<|eot_id|>"],
 )
-OF_TURNS = ["<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<end_of_turn>", "<|end_of_turn|>"]
+OF_TURNS = ["<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<end_of_turn>", "<|end_of_turn|>", "<turn|>"]
 
 
 @pytest.mark.parametrize("name", [*ENDS[0], *ENDS[1]])

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from surojax.data.conversations import Conversation, PromptCompletion
 from surojax.data.data_rows import NotARow
 from surojax.data.rendering import Message, TemplateProgram
-from surojax.data.row_fields import REASONING
+from surojax.data.row_fields import REASONING, THINKS
 from surojax.data.values import texts_in
 from surojax.errors import shown
 
@@ -72,10 +72,13 @@ def conversation_pieces(
                 if i == len(messages) - 1:
                     _check_answer(messages[i], i, whole, template)
                 continue
+            is_choice = THINKS in template.text and THINKS not in conversation.variables
+            other = f"write {THINKS}=false into the row, or " if is_choice else ""
             same = next((k for k, (a, b) in enumerate(zip(before, after, strict=False)) if a != b), len(after))
             raise NotARow(
                 f"expected an answer to begin with the generation prompt of {template.source}, got "
-                f"{after[same : same + 30]!r} in place of {before[same : same + 30]!r}; choose another chat_template"
+                f"{after[same : same + 30]!r} in place of {before[same : same + 30]!r}; {other}choose another "
+                "chat_template"
             )
         _check_answer(messages[i], i, whole[len(before) : len(after)], template)
         pieces += [

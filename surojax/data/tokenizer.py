@@ -36,7 +36,7 @@ EOS_NAMES = (
     "<|eot_id|>",
 )
 # Names of tokens with which a model ends its turn of a conversation, without ending the document.
-END_OF_TURN_NAMES = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<end_of_turn>", "<|end_of_turn|>")
+END_OF_TURN_NAMES = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<end_of_turn>", "<|end_of_turn|>", "<turn|>")
 
 
 class Tokenizer(Protocol):

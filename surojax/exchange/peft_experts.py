@@ -116,8 +116,10 @@ def described_modules(
             need(matched == full_names, "target_parameters", f"{parameter} in every layer or in none")
             parameters.append(parameter)
         names = [name for name in names if name not in ends]
-    known = ", ".join(f"{module}.{name}" for name in of_experts) if module_names else "none in a model without experts"
-    need(not names, "target_parameters", f"names among {known}", "give an adapter of this model")
+    adapted = [name for name, parts in of_experts.items() if {MATRICES[part] for part in parts} & module_names.keys()]
+    known = f"names among {', '.join(f'{module}.{name}' for name in adapted)}"
+    known = known if adapted else "none in a model without adapters of experts"
+    need(not names, "target_parameters", known, "give an adapter of this model")
     patterns: dict[str, Any] = {}
     for key, of_all in (("rank_pattern", "r"), ("alpha_pattern", "lora_alpha")):
         pattern = content.get(key) or {}

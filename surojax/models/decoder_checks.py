@@ -184,4 +184,4 @@ def _check_scaling(c) -> None:
     need(high > low, "model.rope_high_freq_factor", f"more than rope_low_freq_factor={low}", high, "Llama 3 uses 4")
     slow = m.rope_beta_slow
     fast = m.rope_beta_fast
-    need(fast > slow, "model.rope_beta_fast", f"more than rope_beta_slow={slow}", fast, "32 and 1 are usual")
+    need(fast >= slow, "model.rope_beta_fast", f"rope_beta_slow={slow} or more", fast, "32 and 1 are usual")

@@ -61,9 +61,10 @@ def describe_run(c: Config, run: Assembly, devices, need: dict[str, int]) -> Non
     layers = configs.kinds(c).values()
     targets = adaptable(layers)
     of_experts = [target for target in targets if target.of_experts]
-    if c.lora and of_experts and not {target.matrix for target in of_experts} & set(lora(c).targets):
+    if c.lora and run.model.layers_with_experts and not {target.matrix for target in of_experts} & set(lora(c).targets):
         names = ",".join(target.module.rpartition(".")[2] for target in of_experts)
-        say(f"note: the experts are frozen; lora_target_modules with {names} adapts them too")
+        how = f"lora_target_modules with {names} adapts them too" if names else "there are no adapters of theirs here"
+        say(f"note: the experts are frozen; {how}")
     all_linear = c.lora and c.lora_target_modules == ALL_LINEAR
     if all_linear and (left := matrices_without_adapters(run.model, {target.matrix for target in targets})):
         say(f"note: {', '.join(left)} of each layer with one stays frozen: there are no adapters of it here")
