@@ -62,6 +62,26 @@ EXPERTS: dict[str, Any] = {
     "model.moe_intermediate_size": 24,
     "model.norm_topk_prob": True,
 }
+GEMMA4: dict[str, Any] = {
+    "model.num_hidden_layers": 4,
+    "model.layer_types": "sliding_attention,global_attention",
+    "model.sliding_window": 5,
+    "model.global_head_dim": 12,
+    "model.num_global_key_value_heads": 4,
+    "model.rope_scaling": "proportional",
+    "model.rope_partial_rotary_factor": 0.5,
+    "model.rope_local_base_freq": 100.0,
+    "model.qk_norm": True,
+    "model.v_norm_weightless": True,
+    "model.sandwich_norms": True,
+    "model.layer_scalar": True,
+    "model.scale_embedding": True,
+    "model.query_pre_attn_scalar": 1.0,
+    "model.final_logit_softcapping": 0.5,
+    "model.hidden_act": "gelu_pytorch_tanh",
+    "model.tie_word_embeddings": True,
+    "model.rms_norm_eps": 1e-2,
+}
 # What families differ in; caps as small as the scores and logits, so that they matter.
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {},
@@ -140,6 +160,50 @@ MODELS: dict[str, dict[str, Any]] = {
         "model.attn_output_gate": True,
     },
     "lfm2": {"model.num_hidden_layers": 4, "model.qk_norm": True, "model.layer_types": "conv,full_attention"},
+    "nemotron": EXPERTS
+    | {
+        "model.num_hidden_layers": 4,
+        "model.layer_types": "mamba2,experts,full_attention,mlp",
+        "model.one_purpose": True,
+        "model.hidden_act": "relu2",
+        "model.scoring_func": "sigmoid",
+        "model.routed_scaling_factor": 2.0,
+        "model.moe_shared_intermediate_size": 16,
+        "model.mamba_n_heads": 8,
+        "model.mamba_d_head": 6,
+        "model.mamba_d_state": 5,
+        "model.mamba_n_groups": 2,
+        "model.mamba_dt_min": 0.05,
+        "model.mamba_dt_max": 0.09,
+        "model.no_rope_layer_interval": 1,
+    },
+    "deepseek": EXPERTS
+    | {
+        "model.layer_types": "latent_attention",
+        "model.head_dim": 0,
+        "model.num_key_value_heads": 4,
+        "model.q_lora_rank": 24,
+        "model.kv_lora_rank": 16,
+        "model.qk_nope_head_dim": 6,
+        "model.qk_rope_head_dim": 4,
+        "model.v_head_dim": 5,
+        "model.scoring_func": "sigmoid",
+        "model.n_group": 4,
+        "model.topk_group": 2,
+        "model.n_shared_experts": 1,
+        "model.rope_scaling": "yarn",
+        "model.rope_factor": 4.0,
+        "model.rope_original_max_position_embeddings": 10,
+        "model.rope_mscale_all_dim": 1.0,
+    },
+    "gemma4": GEMMA4 | EXPERTS | {"model.experts_beside_mlp": True, "model.attention_k_eq_v": True},
+    "gemma4_e": GEMMA4
+    | {
+        "model.num_kv_shared_layers": 2,
+        "model.use_double_wide_mlp": True,
+        "model.hidden_size_per_layer_input": 16,
+        "model.vocab_size_per_layer_input": 80,
+    },
 }
 MESHES: dict[str, dict[str, Any]] = {
     "1": {"gpus": 1},
@@ -202,7 +266,7 @@ PLAIN: drawn.Choices = {
     "head": {"1": {}, "4": {"lmhead_chunks": 4}},
     "objective": OBJECTIVES,
 }
-QUICK, FULL = 0, 32  # rows of `pytest`, and of `pytest --all`
+QUICK, FULL = 0, 44  # rows of `pytest`, and of `pytest --all`
 
 
 @functools.cache

@@ -282,6 +282,9 @@ MISTAKES = {
 }
 
 
+METHODS = ("__call__", "_projected", "heads", "rotate", "norm", "project", "expand", "scale", "_finished", "of_tokens")
+
+
 def remade(monkeypatch, module, old: str, new: str) -> None:
     """Replaces text of a module's source, and the functions of its classes that are made of it."""
     source = Path(module.__file__).read_text()
@@ -291,7 +294,7 @@ def remade(monkeypatch, module, old: str, new: str) -> None:
     for name, made in vars(module).items():
         if isinstance(made, type) and made.__module__ == module.__name__:
             for method, function in vars(namespace[name]).items():
-                if callable(function) and method in ("__call__", "_projected", "heads", "rotate", "norm"):
+                if method in METHODS:
                     monkeypatch.setattr(made, method, function)
 
 

@@ -84,6 +84,36 @@ DELTA: dict[str, Any] = {
     "model.linear_key_head_dim": 32,
     "model.linear_value_head_dim": 16,
 }
+MAMBA: dict[str, Any] = {
+    "model.layer_types": "mamba2,full_attention",
+    "model.mamba_n_heads": 4,
+    "model.mamba_d_head": 32,
+    "model.mamba_d_state": 16,
+}
+ONE_PURPOSE: dict[str, Any] = EVEN | {  # as Nemotron-H
+    "model.layer_types": "full_attention,experts,mlp,experts",
+    "model.one_purpose": True,
+    "model.hidden_act": "relu2",
+}
+LATENT: dict[str, Any] = {
+    "model.layer_types": "latent_attention",
+    "model.head_dim": 0,
+    "model.q_lora_rank": 48,
+    "model.kv_lora_rank": 32,
+    "model.qk_nope_head_dim": 24,
+    "model.qk_rope_head_dim": 8,
+    "model.v_head_dim": 16,
+}
+GLOBAL: dict[str, Any] = {  # as Gemma 4 E: the last two layers have the keys of the first two
+    "model.layer_types": "sliding_attention,global_attention",
+    "model.sliding_window": 16,
+    "model.global_head_dim": 64,
+    "model.num_global_key_value_heads": 1,
+    "model.attention_k_eq_v": True,
+    "model.num_kv_shared_layers": 2,
+    "model.hidden_size_per_layer_input": 32,
+    "model.layer_scalar": True,
+}
 QUANTS: dict[str, Any] = {"persistent_quants": True, "offload_quants": True}
 
 # A row is there for a path through the step. Each field alone; each axis of the mesh alone, with every offload, with
@@ -205,7 +235,7 @@ MIXTURES: tuple[Setting, ...] = (
     Setting("experts_adapted", EXPERTS | LORA | EACH, like="experts_lora", expect="adapters"),
     Setting("experts_qlora_mxfp4", EXPERTS | QLORA_MXFP4, like="experts_lora", expect="fp4"),
 )
-# Layers of convolutions, or of delta nets, and of attention in turn: they are compared with each other.
+# Layers of other mixers: they are compared with each other.
 HYBRIDS: tuple[Setting, ...] = (
     Setting("hybrid", HYBRID, expect="another"),
     Setting("hybrid_nvme_all", HYBRID | NVME_ALL, like="hybrid", expect="grouped"),
@@ -222,6 +252,18 @@ HYBRIDS: tuple[Setting, ...] = (
     Setting("delta_cp_ulysses_2x2", DELTA | ZERO3 | CP["ulysses"] | ALL | PACKED, 4, "delta_sample_packing", "order"),
     Setting("delta_cp_ring_tp_2x2x2", DELTA | ZERO3_TP | CP["ring"], 8, like="delta", expect="order"),
     Setting("delta_pp_cp_allgather_2x2x2", DELTA | ZERO3 | PP | CP["allgather"], 8, like="delta", expect="order"),
+    Setting("mamba", MAMBA, like="hybrid", expect="another"),
+    Setting("mamba_offload_all@4", MAMBA | ZERO3 | ALL, 4, like="mamba", expect="order"),
+    # Devices of tp share its one group of heads.
+    Setting("mamba_cp_ulysses_tp_2x2x2", MAMBA | ZERO3_TP | CP["ulysses"] | ALL, 8, like="mamba", expect="order"),
+    Setting("one_purpose", ONE_PURPOSE, like="hybrid", expect="another"),
+    Setting("one_purpose_ep_tp_2x2x2", ONE_PURPOSE | EP | TP | ALL, 8, like="one_purpose", expect="order"),
+    Setting("latent", LATENT, like="hybrid", expect="another"),
+    Setting("latent_nvme_all", LATENT | NVME_ALL, like="latent", expect="grouped"),
+    Setting("latent_tp_2x2", LATENT | ZERO3_TP | ALL, 4, like="latent", expect="order"),
+    Setting("latent_cp_ulysses_2x2", LATENT | ZERO3 | CP["ulysses"] | ALL, 4, like="latent", expect="order"),
+    Setting("global", GLOBAL, like="hybrid", expect="another"),
+    Setting("global_cp_ring_2x2_offload_all", GLOBAL | ZERO3 | CP["ring"] | ALL, 4, like="global", expect="order"),
 )
 SETTINGS += ADAPTERS + MIXTURES + HYBRIDS
 
