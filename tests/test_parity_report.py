@@ -3,6 +3,7 @@
 That it passes with transformers itself is recorded in docs/log; no test needs torch.
 """
 
+import json
 import sys
 import textwrap
 from pathlib import Path
@@ -14,6 +15,7 @@ from commands import convert
 from flax import nnx
 from test_huggingface import config, write
 from test_parity import REFERENCE, TOLERANCE, load_config, load_tree
+from test_parts import whole
 
 from surojax import ConfigError
 from surojax.assembly import from_config
@@ -90,6 +92,16 @@ def test_the_report_passes_and_fails(tmp_path, capsys):
         convert.main(["--check", str(folder), "--python", interpreter(tmp_path / "python", lacking)])
     said = capsys.readouterr().out
     assert end.value.code == 1 and "transformers does not find a.weight and 1 others, and draws new numbers" in said
+
+
+def test_random_tokens_are_none_that_stand_for_images(tmp_path):
+    """In their place transformers has another embedding (Gemma 4's padding), or none without an image."""
+    folder = whole(tmp_path / "model", "gemma3_images", image_token_id=5, video_token_id=7)
+    body = f"json.dump(ids, open({str(tmp_path / 'ids.json')!r}, 'w')); raise RuntimeError('seen')"
+    with pytest.raises(ConfigError, match="seen"):
+        parity.compare_with_transformers(folder, interpreter(tmp_path / "python", body))
+    drawn = {i for row in json.loads((tmp_path / "ids.json").read_text()) for i in row}
+    assert not drawn & {5, 7} and {4, 6, 8} <= drawn
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,9 @@ from surojax.data.tokenizer import load_tokenizer
 from surojax.errors import ConfigError
 from surojax.exchange import sources
 from surojax.exchange.gguf_file import is_gguf
+from surojax.exchange.huggingface import read_whole_config
 from surojax.exchange.model_tensors import stacks
+from surojax.exchange.parts import placeholders
 from surojax.inference.forward import hidden
 from surojax.models.model import Model
 from surojax.placement.mesh import find_devices
@@ -114,7 +116,8 @@ class ParityReport(NamedTuple):
 def compare_with_transformers(source: str | Path, python: str = sys.executable) -> ParityReport:
     """Compares logits and losses of a few texts and a long row of random tokens, in float32.
 
-    Without a tokenizer the texts are random tokens too. Of each row the last TOKENS positions are compared.
+    Without a tokenizer the texts are random tokens too, none of which stands for images or sounds. Of each row the last
+    TOKENS positions are compared.
     source: a Hugging Face folder or name, or a GGUF file. python: an interpreter with transformers and torch. Raises
     ConfigError if it has none, if the model cannot be read, or if transformers cannot load it.
     """
@@ -127,14 +130,16 @@ def compare_with_transformers(source: str | Path, python: str = sys.executable) 
     weights = sources.open_weights(c, model)
     assert weights is not None
     texts: list[str] = []
+    stand_ins = [] if is_gguf(weights.path) else placeholders(read_whole_config(weights.path))
+    drawn = np.setdiff1d(np.arange(model.vocab_size), stand_ins)
     if c.tokenizer == "bytes":
-        ids = list(np.random.default_rng(0).integers(0, model.vocab_size, (len(TEXTS), TOKENS)))
+        ids = list(np.random.default_rng(0).choice(drawn, (len(TEXTS), TOKENS)))
     else:
         tokenizer = load_tokenizer(c.tokenizer)
         check_vocabulary(c, tokenizer.vocab_size, tokenizer.name)
         texts = [*TEXTS]
         ids = [tokenizer.encode(text)[:TOKENS] for text in texts]
-    ids.append(np.random.default_rng(1).integers(0, model.vocab_size, LONG))
+    ids.append(np.random.default_rng(1).choice(drawn, LONG))
     theirs = _theirs(weights.path, texts, [text_ids.tolist() for text_ids in ids], python)
     sharding = jax.sharding.SingleDeviceSharding(find_devices(1)[0])
     ours = _logits(model, stacks(weights, model, "float32", sharding), ids)
