@@ -104,6 +104,34 @@ def test_random_tokens_are_none_that_stand_for_images(tmp_path):
     assert not drawn & {5, 7} and {4, 6, 8} <= drawn
 
 
+def test_exports_in_fp8_are_read_as_their_numbers_and_nvfp4_is_refused(tmp_path):
+    """As loaded otherwise, transformers rounds activations to 8 bits too; it has NVFP4 in bfloat16 alone."""
+    fp8, nvfp4 = (
+        convert.convert(write(tmp_path / f"of_{x}", "llama"), tmp_path / x, dtype=x) for x in ("fp8", "nvfp4")
+    )
+    body = """
+    import types
+
+    class Known(types.SimpleNamespace):
+        from_pretrained = staticmethod(lambda folder: Known(**json.load(open(folder + "/config.json"))))
+
+    class Classes:
+        _model_mapping = {Known}
+        from_pretrained = lambda folder, **how: sys.exit(f"run_compressed={how['quantization_config'].run_compressed}")
+
+    names = {"AutoConfig": Known, "AutoModelForCausalLM": Classes, "AutoTokenizer": None, "__version__": "5.0"}
+    fake = types.ModuleType("transformers")
+    fake.__dict__.update(names, CompressedTensorsConfig=types.SimpleNamespace)
+    sys.modules |= {"transformers": fake, "torch": types.SimpleNamespace(float32=1)}
+    script, sys.argv = sys.argv[2], ["-c", *sys.argv[3:]]
+    exec(script)
+    """
+    with pytest.raises(ConfigError, match=r"transformers cannot compute .*run_compressed=False"):
+        parity.compare_with_transformers(fp8, interpreter(tmp_path / "python", body))
+    with pytest.raises(ConfigError, match="--check: expected tensors that transformers has in float32, got NVFP4 in "):
+        parity.compare_with_transformers(nvfp4, str(tmp_path / "python"))
+
+
 @pytest.mark.parametrize(
     "body, message",
     [
