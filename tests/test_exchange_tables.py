@@ -312,6 +312,15 @@ def test_the_folder_of_a_run(tmp_path):
         )
 
 
+def test_the_folder_of_a_run_that_ended_before_its_first_checkpoint(tmp_path):
+    """What it keeps of its model has no weights either."""
+    (tmp_path / "model").mkdir()
+    for file in ("model/config.json", f"model/{missing.SOURCE}", "starts.jsonl"):
+        (tmp_path / file).write_text("{}")
+    for folder in (tmp_path, tmp_path / "model"):
+        assert missing.held_instead(folder).startswith("a run that has no checkpoint yet; start it again")
+
+
 def test_folders_of_something_else(tmp_path):
     assert missing.held_instead(tmp_path) == "" == missing.adapter_instead(tmp_path)
     for name in ("a", "b"):

@@ -3,6 +3,7 @@
 That it passes with transformers itself is recorded in docs/log; no test needs torch.
 """
 
+import json
 import sys
 import textwrap
 from pathlib import Path
@@ -14,6 +15,7 @@ from commands import convert
 from flax import nnx
 from test_huggingface import config, write
 from test_parity import REFERENCE, TOLERANCE, load_config, load_tree
+from test_parts import whole
 
 from surojax import ConfigError
 from surojax.assembly import from_config
@@ -90,6 +92,44 @@ def test_the_report_passes_and_fails(tmp_path, capsys):
         convert.main(["--check", str(folder), "--python", interpreter(tmp_path / "python", lacking)])
     said = capsys.readouterr().out
     assert end.value.code == 1 and "transformers does not find a.weight and 1 others, and draws new numbers" in said
+
+
+def test_random_tokens_are_none_that_stand_for_images(tmp_path):
+    """In their place transformers has another embedding (Gemma 4's padding), or none without an image."""
+    folder = whole(tmp_path / "model", "gemma3_images", image_token_id=5, video_token_id=7)
+    body = f"json.dump(ids, open({str(tmp_path / 'ids.json')!r}, 'w')); raise RuntimeError('seen')"
+    with pytest.raises(ConfigError, match="seen"):
+        parity.compare_with_transformers(folder, interpreter(tmp_path / "python", body))
+    drawn = {i for row in json.loads((tmp_path / "ids.json").read_text()) for i in row}
+    assert not drawn & {5, 7} and {4, 6, 8} <= drawn
+
+
+def test_exports_in_fp8_are_read_as_their_numbers_and_nvfp4_is_refused(tmp_path):
+    """As loaded otherwise, transformers rounds activations to 8 bits too; it has NVFP4 in bfloat16 alone."""
+    fp8, nvfp4 = (
+        convert.convert(write(tmp_path / f"of_{x}", "llama"), tmp_path / x, dtype=x) for x in ("fp8", "nvfp4")
+    )
+    body = """
+    import types
+
+    class Known(types.SimpleNamespace):
+        from_pretrained = staticmethod(lambda folder: Known(**json.load(open(folder + "/config.json"))))
+
+    class Classes:
+        _model_mapping = {Known}
+        from_pretrained = lambda folder, **how: sys.exit(f"run_compressed={how['quantization_config'].run_compressed}")
+
+    names = {"AutoConfig": Known, "AutoModelForCausalLM": Classes, "AutoTokenizer": None, "__version__": "5.0"}
+    fake = types.ModuleType("transformers")
+    fake.__dict__.update(names, CompressedTensorsConfig=types.SimpleNamespace)
+    sys.modules |= {"transformers": fake, "torch": types.SimpleNamespace(float32=1)}
+    script, sys.argv = sys.argv[2], ["-c", *sys.argv[3:]]
+    exec(script)
+    """
+    with pytest.raises(ConfigError, match=r"transformers cannot compute .*run_compressed=False"):
+        parity.compare_with_transformers(fp8, interpreter(tmp_path / "python", body))
+    with pytest.raises(ConfigError, match="--check: expected tensors that transformers has in float32, got NVFP4 in "):
+        parity.compare_with_transformers(nvfp4, str(tmp_path / "python"))
 
 
 @pytest.mark.parametrize(

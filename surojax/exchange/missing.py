@@ -6,6 +6,7 @@ from pathlib import Path
 
 from surojax.errors import shown
 from surojax.run import on_disk
+from surojax.run.starts import STARTS_FILE
 
 MOST = 2000  # names that are compared
 ADAPTER = "adapter_config.json"
@@ -69,6 +70,8 @@ def held_instead(folder: Path) -> str:
         return (
             f"checkpoints of a run; surojax convert --checkpoint {run} --out FOLDER writes their model as such a folder"
         )
+    if (run / STARTS_FILE).is_file():
+        return "a run that has no checkpoint yet; start it again (save_steps says how often it writes one)"
     for name in PICKLED:
         if (folder / name).is_file():
             return f"{name}, which may run code and is not read; save the model with save_pretrained of transformers"

@@ -33,6 +33,15 @@ def has_parts(config: dict[str, Any]) -> bool:
     return isinstance(family, str) and family in IMAGE_TEXT_FAMILIES
 
 
+def placeholders(config: dict[str, Any]) -> list[int]:
+    """The token ids that stand for images and sounds, for which transformers may have other embeddings than the file's.
+
+    config: a config.json, of an image-text model or not.
+    """
+    keys = (key for key in OF_IMAGES if key.endswith(("token_id", "token_index")))
+    return [config[key] for key in keys if isinstance(config.get(key), int)]
+
+
 def text_config(config: dict[str, Any]) -> dict[str, Any]:
     """Returns the config.json of the language model alone.
 

@@ -22,8 +22,11 @@ from surojax.config.fields import default_config
 from surojax.data.tokenizer import load_tokenizer
 from surojax.errors import ConfigError
 from surojax.exchange import sources
+from surojax.exchange.base import stored_formats
 from surojax.exchange.gguf_file import is_gguf
+from surojax.exchange.huggingface import read_whole_config
 from surojax.exchange.model_tensors import stacks
+from surojax.exchange.parts import placeholders
 from surojax.inference.forward import hidden
 from surojax.models.model import Model
 from surojax.placement.mesh import find_devices
@@ -58,6 +61,9 @@ if type(config) not in AutoModelForCausalLM._model_mapping:  # e.g. of Mistral 4
 tokenizer = AutoTokenizer.from_pretrained(request["folder"], **file) if request["texts"] else None
 is_5 = int(transformers.__version__.split(".")[0]) >= 5
 how = {"dtype": torch.float32, "experts_implementation": "eager"} if is_5 else {"torch_dtype": torch.float32}
+quantised = getattr(config, "quantization_config", None) or {}
+if quantised.get("quant_method") == "compressed-tensors":  # the numbers in the file, without rounded activations
+    how["quantization_config"] = transformers.CompressedTensorsConfig(run_compressed=False)
 model, loaded = made_by.from_pretrained(
     request["folder"], attn_implementation="eager", output_loading_info=True, **how, **file
 )
@@ -114,9 +120,10 @@ class ParityReport(NamedTuple):
 def compare_with_transformers(source: str | Path, python: str = sys.executable) -> ParityReport:
     """Compares logits and losses of a few texts and a long row of random tokens, in float32.
 
-    Without a tokenizer the texts are random tokens too. Of each row the last TOKENS positions are compared.
+    Without a tokenizer the texts are random tokens too, none of which stands for images or sounds. Of each row the last
+    TOKENS positions are compared.
     source: a Hugging Face folder or name, or a GGUF file. python: an interpreter with transformers and torch. Raises
-    ConfigError if it has none, if the model cannot be read, or if transformers cannot load it.
+    ConfigError if it has none, if the model cannot be read, is in NVFP4, or if transformers cannot load it.
     """
     c = default_config()
     c.update({"model_path": str(source), "model_dtype": "float32"})
@@ -126,15 +133,22 @@ def compare_with_transformers(source: str | Path, python: str = sys.executable) 
     model = from_config.model(c)
     weights = sources.open_weights(c, model)
     assert weights is not None
+    if "nvfp4" in stored_formats(weights, model):
+        raise ConfigError(
+            f"--check: expected tensors that transformers has in float32, got NVFP4 in {weights.path}, which "
+            "compressed-tensors decodes to bfloat16; check an export of the same model in bfloat16 or fp8"
+        )
     texts: list[str] = []
+    stand_ins = [] if is_gguf(weights.path) else placeholders(read_whole_config(weights.path))
+    drawn = np.setdiff1d(np.arange(model.vocab_size), stand_ins)
     if c.tokenizer == "bytes":
-        ids = list(np.random.default_rng(0).integers(0, model.vocab_size, (len(TEXTS), TOKENS)))
+        ids = list(np.random.default_rng(0).choice(drawn, (len(TEXTS), TOKENS)))
     else:
         tokenizer = load_tokenizer(c.tokenizer)
         check_vocabulary(c, tokenizer.vocab_size, tokenizer.name)
         texts = [*TEXTS]
         ids = [tokenizer.encode(text)[:TOKENS] for text in texts]
-    ids.append(np.random.default_rng(1).integers(0, model.vocab_size, LONG))
+    ids.append(np.random.default_rng(1).choice(drawn, LONG))
     theirs = _theirs(weights.path, texts, [text_ids.tolist() for text_ids in ids], python)
     sharding = jax.sharding.SingleDeviceSharding(find_devices(1)[0])
     ours = _logits(model, stacks(weights, model, "float32", sharding), ids)
