@@ -50,7 +50,7 @@ def _check_widths(c: Config) -> None:
     shared = [width for width in divided if width.shared]
     fewest = min((width.parts for width in shared), default=n)
     for width in shared:  # GPUs share heads as in the layers with the fewest, whose number the mesh has
-        change = f"use tp_size={fewest} or less"
+        change = f"use tp_size={fewest}" + (" or less" if fewest > 1 else "")
         need(
             n <= fewest or width.parts == fewest,
             "tp_size",

@@ -1,6 +1,7 @@
 """Downloads models from the Hugging Face hub to its cache, or finds them there without a network."""
 
 import re
+import textwrap
 from pathlib import Path
 
 from surojax.errors import ConfigError
@@ -26,9 +27,10 @@ def download(name: str, *, weights: bool) -> Path:
     try:
         return Path(huggingface_hub.snapshot_download(name, allow_patterns=patterns))
     except Exception as error:  # the network library's own, the library's, OSError for a full disk
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        said = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        reason = textwrap.shorten(said, 300, placeholder=" ...")
         raise ConfigError(
             f"model_path: expected a model's folder or its name on the hub, got {name!r}: there is no such folder, "
-            f"the cache {huggingface_hub.constants.HF_HUB_CACHE} does not have it, and the hub said: {reason[:200]}; "
+            f"the cache {huggingface_hub.constants.HF_HUB_CACHE} does not have it, and the hub said: {reason}; "
             "fetch it where there is a network, and give its folder"
         ) from error
