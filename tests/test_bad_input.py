@@ -190,7 +190,7 @@ def field_cases() -> list[tuple[str, str]]:
     model.rms_norm_eps=0        | model.rms_norm_eps: expected more than 0
     model.rope_scaling=ntk      | model.rope_scaling: expected one of none, linear, llama3, yarn, proportional
     model.rope_beta_fast=8      | expected 32.0 with rope_scaling='none', which does not use it, got 8.0
-    model.rope_scaling=yarn model.rope_factor=4 model.rope_beta_slow=64 | rope_beta_fast: expected rope_beta_slow=64.0 or more
+    model.rope_scaling=yarn model.rope_factor=4 model.rope_beta_slow=64 | rope_beta_fast: expected rope_beta_slow=64.0
     model.rope_partial_rotary_factor=0.3 | rope_partial_rotary_factor: expected a fraction up to 1 that leaves an even
     model.rope_partial_rotary_factor=1.5 | rope_partial_rotary_factor: expected a fraction up to 1
     model.rope_local_base_freq=10000 | rope_local_base_freq: expected 0.0 without a window, got 10000.0
