@@ -34,11 +34,15 @@ LOG = 1 << 16  # bytes of an item's log that are kept
 
 
 class Variant(NamedTuple):
-    """A step in a way that is compared with others. flags: of the config. xla: options in place of a run's."""
+    """A step in a way that is compared with others. flags: of the config. xla: options in place of a run's.
+
+    copies: saved activations are copied into their stacks, where products would write them (step/in_place.py).
+    """
 
     name: str
     flags: str = ""
     xla: dict[str, Any] = {}  # noqa: RUF012
+    copies: bool = False
 
 
 class Item(NamedTuple):
@@ -146,11 +150,12 @@ ITEMS = (
     ),
     Item(
         "microbatches-16",
-        100,
-        "MFU of 7B",
+        120,
+        "MFU of 7B, and whether products write saved activations",
         f"{NORMS} {LAYERS}=16",
         (
             Variant("8 microbatches", "--config.gradient_accumulation_steps=8"),
+            Variant("the same, saved activations copied", "--config.gradient_accumulation_steps=8", copies=True),
             Variant("nothing recomputed", "--config.recompute_norm=False --config.recompute_swiglu=False"),
             Variant("kernels=mosaic", "--config.kernels=mosaic"),
         ),

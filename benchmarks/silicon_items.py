@@ -39,6 +39,7 @@ from surojax.placement.mesh import find_devices, make_mesh
 from surojax.planner.gpus import gpu_key
 from surojax.planner.prediction import Prediction
 from surojax.planner.run_plan import checked
+from surojax.step import blocks
 from surojax.training.run_programs import compile_step
 from surojax.training.run_summary import print_prediction
 
@@ -105,13 +106,25 @@ def variants(item: Item, scratch: str, dry: bool) -> Iterator[dict[str, Any]]:
         row: dict[str, Any] = {"name": variant.name}
         try:
             c = config(item, variant.flags, scratch, dry)
-            kept = measure(row, c, variant.xla, kept, item.steps)
+            with copying() if variant.copies else contextlib.nullcontext():
+                kept = measure(row, c, variant.xla, kept, item.steps)
         except Exception as error:  # XLA's, of one variant
             row["error"] = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
             kept = None
         yield row
     if item.trace and kept is not None:
         yield {"name": f"{item.variants[-1].name}, profiled", "lines_ms": profiled(kept)}
+
+
+@contextlib.contextmanager
+def copying() -> Iterator[None]:
+    """Within it, steps are made that copy saved activations into their stacks."""
+    in_place = blocks.saves_in_place
+    blocks.saves_in_place = lambda engine: False
+    try:
+        yield
+    finally:
+        blocks.saves_in_place = in_place
 
 
 def measure(
