@@ -1,4 +1,6 @@
-"""Saved activations that products write into the stacks: the results of a step that copies them, and no copy."""
+"""Saved activations that products write into their stacks: a step has the results of one that copies them."""
+
+import dataclasses
 
 import jax
 import jax.numpy as jnp
@@ -7,7 +9,6 @@ import pytest
 from small import CONFIG, Small, needs, quick_at, tokens
 
 from surojax.models import decoder_model
-from surojax.models.decoder_config import DecoderConfig
 from surojax.step import blocks, in_place
 from surojax.step.in_place import run_in_place
 
@@ -39,25 +40,8 @@ def test_what_is_saved_is_in_its_stack():
     assert read.params["name"] == "dynamic_index_in_dim"
 
 
-EXPERTS = DecoderConfig(
-    vocab_size=64,
-    hidden_size=32,
-    intermediate_size=48,
-    num_hidden_layers=4,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    num_experts=4,
-    num_experts_per_tok=2,
-)
-HYBRID = DecoderConfig(
-    vocab_size=64,
-    hidden_size=32,
-    intermediate_size=48,
-    num_hidden_layers=4,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    layer_types="conv,full_attention",
-)
+EXPERTS = dataclasses.replace(CONFIG, num_hidden_layers=4, num_experts=4, num_experts_per_tok=2)
+HYBRID = dataclasses.replace(CONFIG, num_hidden_layers=4, layer_types="conv,full_attention")
 STEPS = [
     (1, CONFIG, {"microbatches_per_fetch": 2}),
     (1, HYBRID, {"offload_weights": True, "resident_layers": 1, "offload_grads": True}),
@@ -70,12 +54,15 @@ STEPS = [
 @needs(2)
 @pytest.mark.parametrize("devices, config, settings", quick_at(STEPS, 0))
 def test_a_step_is_that_of_copies(monkeypatch, devices, config, settings):
-    """Losses and gradient norms of three steps, and the weights after them."""
-    found = []
+    """Losses and gradient norms of three steps, and the state after them."""
+    found, layers = [], []
+    spied = lambda *arguments: layers.append(arguments) or run_in_place(*arguments)
+    monkeypatch.setattr(blocks, "run_in_place", spied)
     for enabled in (False, True):
         monkeypatch.setattr(blocks, "saves_in_place", lambda engine, on=enabled: on)
         small = Small(devices, model=decoder_model.build(config), config=config, recompute_block=False, **settings)
         metrics = small.train(tokens(2, 4, 16, seed=seed) for seed in range(3))
+        assert bool(layers) == enabled
         found.append((metrics, jax.device_get(jax.tree.leaves(small.state))))
     np.testing.assert_allclose(found[0][0], found[1][0], rtol=1e-5)
     for x, y in zip(found[0][1], found[1][1], strict=True):
@@ -83,7 +70,7 @@ def test_a_step_is_that_of_copies(monkeypatch, devices, config, settings):
 
 
 def test_where_it_is_done(monkeypatch):
-    """On a GPU with the plugin 0.12, if what is saved stays on the device and offloads may change bits."""
+    """On a GPU with the plugin 0.12, if residuals and weights are on the device, and not with exact bits."""
     at = lambda platform, version=(0, 12, 0, 1): (
         monkeypatch.setattr(in_place.dispatch, "target", lambda: type("", (), {"platform": platform})),
         monkeypatch.setattr(in_place.cuda_plugin, "plugin_version", lambda: version),

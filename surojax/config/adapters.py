@@ -33,7 +33,7 @@ def check_adapters(c: Config) -> None:
         own = {target.matrix: target.module.rpartition(".")[2] for target in adaptable([layer])}
         of_layer = names_in_layers(names, with_experts=layer.mlp.has_experts) if has_experts else names
         change = f"add one of {', '.join(dict.fromkeys(own.values()))}"
-        if c.lora_target_modules == ALL_LINEAR:  # which leaves out experts, and goes with no other name
+        if c.lora_target_modules == ALL_LINEAR:  # it leaves out experts, and no name may stand beside it
             change = f"name all matrices: {','.join(modules)}"
         need(bool(own.keys() & {*of_layer}), "lora_target_modules", expected, c.lora_target_modules, change)
     if has_experts and (of_mlps := [name for name in names if is_of_mlp(name)]):

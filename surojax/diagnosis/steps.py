@@ -44,11 +44,12 @@ SIZES = {
     # With the usual 0.02 all tokens get nearly equal attention, so that scores scaled by 4 change a loss by 3e-4 only.
     "initializer_range": 0.1,
 }
-WIDE = {"256": (256, 0), "192 and 128": (192, 128)}  # channels of heads, ours where cuDNN takes 128 at most (Ada)
+# Channels of keys and of values (0: as many) that our kernel computes where cuDNN takes at most 128 (Ada).
+WIDE_HEADS = {"256": (256, 0), "192 and 128": (192, 128)}
 KERNEL_CASES = {op: module.cases for op, module in bench.OPS.items()} | {"attention": flash_attention.reference_cases}
 KERNEL_CASES |= {
     f"attention of {heads}": functools.partial(flash_attention.reference_cases, head_dim=of_keys, value_dim=of_values)
-    for heads, (of_keys, of_values) in WIDE.items()
+    for heads, (of_keys, of_values) in WIDE_HEADS.items()
 }
 LARGE_GPU = 30 * GiB  # of memory, from which on kernels are checked with 8192 tokens
 STEPS = 3  # of each row of offloads: the third begins with a state that two updates have moved

@@ -180,7 +180,7 @@ def of_file(tensors: dict[str, np.ndarray], files: ExpertFiles = BY_EXPERT) -> d
 def _flat(factor: str, parts: list[np.ndarray], files: ExpertFiles) -> np.ndarray:
     """Flattens a factor of all experts, of one matrix or of gate and up, to PEFT's two dimensions."""
     if factor == FACTORS[0]:
-        return np.concatenate(np.concatenate(parts, axis=1))  # of each expert gate and up, then all experts in a row
+        return np.concatenate(np.concatenate(parts, axis=1))  # for each expert gate's rows, then up's
     number, rows, rank = parts[0].shape
     blocks = [np.zeros((number, rows, rank * len(parts)), part.dtype) for part in parts]
     for i, part in enumerate(parts):

@@ -52,7 +52,7 @@ class SegmentBlocks:
     def forward(self, group: Group, index: Callable) -> Callable:
         """The body of `stream.over` in a forward pass of a group; its carry is (xs_BSD, totals), see `Blocks`.
 
-        index: of a layer in the stacks of residuals.
+        index: a function from a layer's index in its segment to that in the stacks of residuals.
         """
 
         def body(layer: Layer, values, carry: tuple[list[jax.Array], Totals], flights):
@@ -86,9 +86,10 @@ class SegmentBlocks:
     def forward_in_place(
         self, i: int, arguments: tuple, flights: dict[str, Any], index: Any
     ) -> tuple[jax.Array, LayerTotals, dict[str, Any]]:
-        """Computes a layer for microbatch i of the group; returns (output, what it adds to totals, flights).
+        """Computes a layer for microbatch i of the group and writes its residuals into the stacks.
 
-        arguments: of `LayerVerbs.forward`. index: of the layer in the stacks of residuals, which are written.
+        Returns (the layer's output, what it adds to totals, the flights). arguments: those of `LayerVerbs.forward`.
+        index: the layer's index in the stacks.
         """
         w, x_BSD, *others = arguments
 

@@ -1,13 +1,13 @@
-"""Saved activations that a GPU's products write into the stacks themselves, without a copy.
+"""On GPUs, matrix products write saved activations into the stacks `[L, ...]` themselves, without a copy.
 
-What a layer saves usually has other readers, so XLA computes it apart and copies it into its stack. If a product's
-result is written as soon as it is computed, and all its readers read the stack, XLA of 0.12 compiles the product and
-the write to one call, in place. A barrier between them would undo it. What kernels make or read, and rotated queries
-and keys, are not done so: XLA copies slices of a stack for kernels, and they wait for the copies, while copies into the
-stacks run beside products (docs/performance.md).
+A saved activation usually has other readers, so XLA computes it into a buffer and copies it into its stack. If it is
+written into the stack as soon as it is computed, and its readers read the stack, XLA 0.12 compiles the product and the
+write to one call. An optimization barrier between the two would prevent this. Other saved activations are copied as
+before, among them attention's queries, keys, values and output: a custom call gets a copy of a stack's slice and waits
+for it, while copies into stacks run beside products (docs/performance.md).
 
-Such products have another workspace and perhaps another algorithm. So with residuals on the device a step may have
-other bits than with residuals in host memory. `xla_options="exact"` excludes that, and on CPUs nothing changes.
+Products that write into stacks may have another algorithm. So residuals on the device and residuals in host memory may
+give different bits. `xla_options="exact"` therefore copies all saved activations, and so do CPUs.
 """
 
 import itertools
@@ -25,10 +25,10 @@ from surojax.step.spec import EXACT, Engine
 
 
 def saves_in_place(engine: Engine) -> bool:
-    """True if layers write what they save while they compute.
+    """True if products write saved activations into the stacks.
 
-    Blocks that are recomputed save only their input, which is there already. Beside weights that arrive from host
-    memory or from other devices, or with their update, XLA hides less of the transfers (by 2.5 % of a step of 7B).
+    A recomputed block saves only its input. If weights arrive from host memory, XLA would hide less of the transfers
+    (2.5 % of a step of 7B); weights from other devices, and weights updated in the forward pass, are excluded likewise.
     """
     table = engine.table
     on_gpu = dispatch.target().platform == "gpu" and cuda_plugin.plugin_version() >= (0, 12)
@@ -38,9 +38,10 @@ def saves_in_place(engine: Engine) -> bool:
 
 
 def run_in_place(f: Callable, arguments: tuple, stacks: Sequence[jax.Array], index: Any) -> tuple[Any, list[jax.Array]]:
-    """Returns (results, stacks) of f(*arguments) -> (results, list of arrays): array i is in layer `index` of stack i.
+    """Calls f(*arguments) -> (results, saved arrays); returns (results, stacks with saved array i in stack i).
 
-    f is traced, and evaluated in pieces that end with products whose result is saved. What follows reads the stack.
+    stacks: `[L, ...]`, one for each saved array, which becomes layer `index`. f is traced to a jaxpr and evaluated in
+    pieces. Each piece ends with a product whose result is saved; later pieces read that result from its stack.
     """
     closed, (results, _) = jax.make_jaxpr(f, return_shape=True)(*arguments)
     jaxpr, structure = closed.jaxpr, jax.tree.structure(results)
@@ -48,7 +49,6 @@ def run_in_place(f: Callable, arguments: tuple, stacks: Sequence[jax.Array], ind
     values = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*closed.consts, *jax.tree.leaves(arguments)), strict=True))
     stacks = list(stacks)
     pending = dict(enumerate(saved))
-
     products = {equation.outvars[0] for equation in jaxpr.eqns if equation.primitive.name == "dot_general"}
 
     def value(var) -> Any:
@@ -56,8 +56,9 @@ def run_in_place(f: Callable, arguments: tuple, stacks: Sequence[jax.Array], ind
 
     def is_product(equation: core.JaxprEqn) -> bool:
         """True for a saved product, and for a saved sum of a product and the residual stream."""
-        (var, *_), summed = equation.outvars, products & {*_variables(equation.invars)}
-        return var in saved and (var in products or bool(equation.primitive.name == "add" and summed))
+        result = equation.outvars[0]
+        adds_product = equation.primitive.name == "add" and not products.isdisjoint(_variables(equation.invars))
+        return result in saved and (result in products or adds_product)
 
     ends = [n for n, equation in enumerate(jaxpr.eqns, 1) if is_product(equation)]
     for start, stop in itertools.pairwise([0, *ends, len(jaxpr.eqns)]):
@@ -80,7 +81,7 @@ def run_in_place(f: Callable, arguments: tuple, stacks: Sequence[jax.Array], ind
 
 
 def _read(equations: Iterable[core.JaxprEqn]) -> Iterable[Any]:
-    """Yields what equations read."""
+    """Yields the variables and constants that equations read."""
     return itertools.chain.from_iterable(equation.invars for equation in equations)
 
 

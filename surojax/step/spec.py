@@ -23,7 +23,7 @@ from surojax.placement.param import OUTER
 from surojax.placement.table import Placement
 
 CROSS_ENTROPY = CrossEntropy()
-# Values of the field xla_options, see assembly/xla_options.py: `SCHEDULE`, and `PINNED` besides
+# Values of the field xla_options; assembly/xla_options.py has their XLA options, `SCHEDULE` and `PINNED`.
 OVERLAP = "overlap"
 EXACT = "exact"
 

@@ -1,10 +1,10 @@
-"""Keeps the kernels that XLA chooses by timing: in a folder of the machine, and beside a run's checkpoints.
+"""Keeps the kernels that XLA chooses by timing, in a folder of the machine and beside a run's checkpoints.
 
-Other kernels round otherwise, so a run that is resumed, elsewhere too, takes those that it had. XLA (0.11.2, 0.12.0.1)
-stores each choice in a file (`xla_gpu_per_fusion_autotune_cache_dir`), named by GPU and operation, and takes it in any
-process that has the same version of the library that was chosen, which the file says.
+Other kernels round differently, so a resumed run uses the kernels that it had, on another machine too. XLA (0.11.2,
+0.12.0.1) stores each choice in a file, named by GPU and operation, in `xla_gpu_per_fusion_autotune_cache_dir`. The file
+names the library of the kernel and its version; a process with that version uses the choice.
 
-Its other way, one file of all choices (`xla_gpu_dump_autotune_results_to`, `xla_gpu_load_autotune_results_from`), is
+XLA's other way, one file of all choices (`xla_gpu_dump_autotune_results_to`, `xla_gpu_load_autotune_results_from`), is
 not taken: XLA writes it anew at each compilation and reads it once in a process (the options' help texts), ends the
 compilation if it is missing, and does not promise that it works beside the folder (docs/persisted_autotuning.md there).
 """
@@ -40,13 +40,14 @@ def kept_choices(c: Config, platform: str) -> dict[str, str]:
 
 
 def take_choices(c: Config, checkpoint: Path | None, output_dir: Path, platform: str) -> None:
-    """Copies the choices of a run, before it compiles, into the machine's folder, and says how many were others there.
+    """Copies a run's choices into the machine's folder before the run compiles, and prints how many were new there.
 
-    checkpoint: that the run continues from, which may be of another output_dir; None: there is none.
+    checkpoint: the checkpoint that the run continues from, RUN/checkpoints/STEP, whose RUN may be another output_dir;
+    None: there is none.
     """
-    run = checkpoint.parent.parent if checkpoint else output_dir
     if platform != "gpu":
         return
+    run = checkpoint.parent.parent if checkpoint else output_dir
     try:
         if taken := _copy(run / FOLDER, _of_machine(c), replaces=True):
             say(f"kernels: {taken} that XLA had chosen in {run} are taken from there")
@@ -55,7 +56,7 @@ def take_choices(c: Config, checkpoint: Path | None, output_dir: Path, platform:
 
 
 def store_choices(c: Config, output_dir: Path, platform: str) -> None:
-    """Copies the machine's choices, after a run has compiled, beside its checkpoints; those that are there stay."""
+    """Copies the machine's choices beside a run's checkpoints after it has compiled; existing files there stay."""
     if platform != "gpu":
         return
     try:
@@ -69,7 +70,7 @@ def _of_machine(c: Config) -> Path:
 
 
 def _copy(source: Path, target: Path, *, replaces: bool) -> int:
-    """Copies files that differ or are missing, each at once; returns how many. replaces: also those that differ."""
+    """Copies files that the target lacks, each atomically; returns how many. replaces: also files that differ."""
     copied = 0
     for file in _choices(source):
         place, content = target / file.relative_to(source), file.read_bytes()
@@ -84,7 +85,7 @@ def _copy(source: Path, target: Path, *, replaces: bool) -> int:
 
 
 def _choices(folder: Path) -> list[Path]:
-    """Lists the newest files of choices; those that XLA is writing, and links, are none."""
+    """Lists the newest files of choices, without links and without files that XLA is still writing."""
     found = []
     for parent, folders, names in os.walk(folder):
         folders[:] = [name for name in folders if name != "tmp"]

@@ -235,7 +235,7 @@ MIXTURES: tuple[Setting, ...] = (
     Setting("experts_adapted", EXPERTS | LORA | EACH, like="experts_lora", expect="adapters"),
     Setting("experts_qlora_mxfp4", EXPERTS | QLORA_MXFP4, like="experts_lora", expect="fp4"),
 )
-# Layers of other mixers: they are compared with each other.
+# Models with other mixers: they are compared with each other.
 HYBRIDS: tuple[Setting, ...] = (
     Setting("hybrid", HYBRID, expect="another"),
     Setting("hybrid_nvme_all", HYBRID | NVME_ALL, like="hybrid", expect="grouped"),
